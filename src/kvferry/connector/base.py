@@ -1,0 +1,135 @@
+"""The connector as an engine sees it: two halves that share no object.
+
+The scheduler half knows requests, ids and counts, and no memory. The worker half knows memory, and never decides who
+runs. The methods follow vLLM's KVConnectorBase_V1, so that both engines' plug-ins stay thin.
+
+Life of a request on prefill:  on_new_request -> (computed(...) after each chunk) -> request_finished -> blocks are held
+                               -> update() names the transfer in `released` -> the engine frees them.
+Life of a request on decode:   on_new_request -> match -> after_alloc -> update(): landed | failed -> (released)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.handoff.orders import Failed, Landed, StepOrders, StepReport
+from kvferry.ids import RequestId, TransferId
+from kvferry.layout.blocks import BlockTable
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["Match", "Outcome", "RequestView", "SchedulerHalf", "WorkerHalf"]
+
+
+class RequestView(Protocol):
+    """What the scheduler half may see of an engine's request."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """Unique in the engine."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        ...
+
+    @property
+    def handoff(self) -> HandoffParams | None:
+        """The request's kv_transfer_params, decoded; None for an ordinary request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many tokens beyond the engine's own prefix hits another engine will bring."""
+
+    num_tokens: int = 0
+    """0: nothing comes from outside; compute it."""
+    wait: bool = False
+    """Ask again at the next step: the peer is not known yet. `num_tokens` means nothing."""
+    reason: str = ""
+    """Why nothing comes although it was asked for: shown to the user in the accounting of prompt tokens."""
+    error: str = ""
+    """The policy is to fail: end the request with this message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became known since the last step, over all ranks; each transfer appears once in `landed` or `failed`."""
+
+    landed: tuple[Landed, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    """The request is computed by the engine itself, or ended with the reason, by `recompute`. Its blocks stay the
+    connector's until `released`: give the request fresh ones."""
+    released: tuple[TransferId, ...] = ()
+    """Blocks held for these transfers are the engine's again."""
+
+
+class SchedulerHalf(Protocol):
+    """Called on the engine's thread only. Never blocks, does no I/O."""
+
+    def on_new_request(self, request: RequestView) -> None:
+        """A request has arrived. Once a request, before anything else about it."""
+        ...
+
+    def match(self, request: RequestView, num_cached_tokens: int) -> Match:
+        """How many tokens after the engine's own `num_cached_tokens` come from outside. No lasting effect."""
+        ...
+
+    def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
+        """Blocks for the matched tokens are there: start the hand-off into them. The request waits for `update`.
+
+        The blocks are the connector's from here until `landed`, or until `released` after `failed` or an abort.
+        """
+        ...
+
+    def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
+        """Prefill: KV of [0, num_computed_tokens) is stored. Called after each chunk of a do_remote_decode request."""
+        ...
+
+    def request_finished(
+        self,
+        request: RequestView,
+        tables: Sequence[BlockTable],
+        num_computed_tokens: int,
+        *,
+        first_token: int | None,
+        aborted: bool,
+    ) -> tuple[TransferId | None, HandoffParams | None]:
+        """The request has ended. A transfer id: keep its blocks until `update` releases it. Params: return them.
+
+        Called once for every request, also for aborted ones and ones that wait for a hand-off.
+        """
+        ...
+
+    def preempted(self, request: RequestView) -> None:
+        """The engine takes the request's blocks back to run it again later. Never called while a hand-off is open."""
+        ...
+
+    def build_orders(self) -> StepOrders:
+        """Everything the worker halves have to know, once a step."""
+        ...
+
+    def update(self, reports: Sequence[StepReport]) -> Outcome:
+        """What the workers reported, a report a rank."""
+        ...
+
+    def has_pending_work(self) -> bool:
+        """The engine must keep stepping (or polling) although no request runs."""
+        ...
+
+
+class WorkerHalf(Protocol):
+    """Called on the thread that runs the model. Never raises, never blocks: a driver thread does the work."""
+
+    def start_step(self, orders: StepOrders) -> None:
+        """Before or after the forward pass; once a step."""
+        ...
+
+    def end_step(self) -> StepReport:
+        """After the forward pass; what has ended since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End the driver, the transport and every registration."""
+        ...

@@ -1,0 +1,153 @@
+"""The two frozen records a step in which a scheduler half and its worker halves meet.
+
+Scheduler to workers: StepOrders. Workers to scheduler: StepReport. Neither holds an address, a tensor or a socket.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.settings import TransferMode
+
+__all__ = [
+    "Cancel",
+    "Failed",
+    "Hold",
+    "Introduce",
+    "Landed",
+    "Offer",
+    "StepOrders",
+    "StepReport",
+    "Want",
+    "Withdraw",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """A peer engine was accepted. `hello` is its payload, already decoded once and found well-formed."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    hello: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Prefill: these blocks hold these tokens of a request that will be decoded elsewhere.
+
+    Sent again under the same transfer id as more is computed (progress); `ready` only grows, tables only get longer.
+    From the first Offer on, the blocks are the connector's until `released` names the transfer.
+    """
+
+    transfer: TransferId
+    request: RequestId
+    tables: tuple[BlockTable, ...]
+    ready: TokenRange
+    """Tokens whose KV is computed and stored."""
+    final: bool
+    """Nothing more will be computed: `ready` is the exact range of the hand-off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Prefill: the request ended early (abort, failure). The peer is told; the blocks come back by `released`."""
+
+    transfer: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Decode: the request still waits in our queue; keep the prefill side's grant alive."""
+
+    transfer: TransferId
+    engine: EngineId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Decode: bring these tokens into these blocks.
+
+    The blocks are the connector's until the transfer is landed, or released after a failure or a cancel.
+    """
+
+    transfer: TransferId
+    request: RequestId
+    engine: EngineId
+    incarnation: Incarnation
+    mode: TransferMode
+    tables: tuple[BlockTable, ...]
+    wanted: TokenRange
+    """What decode does not have yet: from its own prefix hits to the end of the hand-off. May be empty (a full hit):
+    then prefill is told at once that its blocks are free."""
+    deadline_s: float
+    """Seconds from now after which it is failed, whatever it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Decode: the request is gone (abort, preemption). Its blocks come back by `released`, not before."""
+
+    transfer: TransferId
+    engine: EngineId
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """What the scheduler half tells every worker half, once a step."""
+
+    introduce: tuple[Introduce, ...] = ()
+    offer: tuple[Offer, ...] = ()
+    withdraw: tuple[Withdraw, ...] = ()
+    hold: tuple[Hold, ...] = ()
+    want: tuple[Want, ...] = ()
+    cancel: tuple[Cancel, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.introduce or self.offer or self.withdraw or self.hold or self.want or self.cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Decode: every wanted byte is here and valid; the blocks are the engine's again."""
+
+    transfer: TransferId
+    request: RequestId
+    arrived: TokenRange
+    num_bytes: int
+    num_runs: int
+    transfer_s: float
+    """From the first post (pull) or the registration (push) to the last byte."""
+    verified_cells: int = 0
+    """How many sampled pieces of KV were compared with prefill's by digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Decode: the hand-off ended without its bytes. Reported once. For the blocks see released."""
+
+    transfer: TransferId
+    request: RequestId
+    reason: str
+    arrived: TokenRange
+    """What did arrive whole and valid, from `wanted.start`; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one worker half tells the scheduler half, once a step. Each end is reported exactly once (I4)."""
+
+    landed: tuple[Landed, ...] = ()
+    failed: tuple[Failed, ...] = ()
+    released: frozenset[TransferId] = frozenset()
+    """No peer will touch the blocks of these transfers any more: prefill's after confirmation or lease end,
+    decode's after a failure or cancel."""
+    taken: frozenset[TransferId] = frozenset()
+    """Prefill, of those in `released`: every consumer confirmed. The others ended by withdrawal or lease."""
+
+    def __bool__(self) -> bool:
+        return bool(self.landed or self.failed or self.released)

@@ -1,0 +1,1 @@
+"""Where every byte of a cache is, and which bytes go where. numpy only."""

@@ -1,0 +1,122 @@
+"""What a worker says of its cache: regions, tensors with named axes and byte strides, cache groups.
+
+Nothing here is "in the same order as yours": layers, parts and axes have names, and pairing goes by them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Axis", "CacheGroup", "CacheKind", "CacheLayout", "MemoryKind", "Paging", "Rank", "Region", "Tensor"]
+
+
+class MemoryKind(StrEnum):
+    """Where a region's bytes live."""
+
+    DRAM = "dram"
+    VRAM = "vram"
+
+
+class CacheKind(StrEnum):
+    """What a cache group keeps of the past."""
+
+    FULL = "full"
+    """Every token."""
+
+    WINDOW = "window"
+    """The last `window_tokens` tokens; leading blocks may be absent."""
+
+    STATE = "state"
+    """One recurrent state: "the state after token n"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One physical allocation; registered with the transport once, whatever shares it (R21)."""
+
+    address: int
+    num_bytes: int
+    kind: MemoryKind = MemoryKind.DRAM
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One inner axis of a tensor: this rank holds [start, stop) of `extent` elements, `stride_bytes` apart."""
+
+    name: str
+    extent: int
+    start: int
+    stop: int
+    stride_bytes: int
+    atomic: bool = False
+    """Moved whole, never cut: an opaque packing. Both sides must hold the same range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How a tensor is cut into blocks.
+
+    A block holds `block_tokens` tokens of its group; `token_stride_bytes` is None where the tokens of a block cannot
+    be told apart (an opaque packing, a state): then only whole blocks move.
+    """
+
+    num_blocks: int
+    block_stride_bytes: int
+    token_stride_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One rank's shard of one part of one layer.
+
+    Byte of (block b, token t in the block, inner index i, j, ...) =
+    offset_bytes + b * block_stride + t * token_stride + sum((i - axis.start) * axis.stride_bytes), in `region`.
+    An element is `element_bytes` long, and is the unit that `encoding` gives a meaning to.
+    """
+
+    layer: str
+    part: str
+    encoding: str
+    element_bytes: int
+    region: int
+    """Index into CacheLayout.regions."""
+    group: int
+    """Index into CacheLayout.groups."""
+    offset_bytes: int
+    paging: Paging
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that share one block table."""
+
+    kind: CacheKind
+    block_tokens: int
+    """Tokens a block; for a STATE group 1 slot holds one state and this is 0."""
+    window_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Where a worker sits in its engine. `index` is its number among all ranks of the engine."""
+
+    index: int = 0
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    cp_run_tokens: int = 1
+    """Context parallelism deals the token axis out in runs of this many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """One rank's whole cache. Checks itself when made."""
+
+    rank: Rank
+    regions: tuple[Region, ...]
+    groups: tuple[CacheGroup, ...]
+    tensors: tuple[Tensor, ...]

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible front door that pairs a prefill worker with a decode worker."""

@@ -1,0 +1,1 @@
+"""The sockets on which engines shake hands: authenticated, bounded, one listener an engine."""

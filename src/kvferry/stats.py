@@ -1,0 +1,31 @@
+"""Numbers as immutable snapshots. Prometheus text is made from them at the edge."""
+
+from dataclasses import dataclass
+
+__all__ = ["HandoffStats", "PromptAccount"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAccount:
+    """Where the KV of each prompt token of one request came from. The three counts add up to the prompt."""
+
+    handed_over: int = 0
+    cached: int = 0
+    recomputed: int = 0
+    why: str = ""
+    """Why tokens were recomputed, where another engine should have brought them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """Counters of one worker since its start."""
+
+    landed: int = 0
+    failed: int = 0
+    bytes: int = 0
+    transfer_s: float = 0.0
+    open_grants: int = 0
+    quarantined_blocks: int = 0
+    expired_leases: int = 0
+    peers: int = 0
+    refused_peers: int = 0

@@ -1,0 +1,1 @@
+"""Moves bytes and short messages between ranks: `nixl`, `memory`."""

@@ -1,0 +1,1 @@
+"""Messages: typed, versioned, bounded. No socket."""
