@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["HandoffStats", "PromptAccount"]
+__all__ = ["HandoffStats", "HandoffTiming", "PromptAccount"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,20 @@ class PromptAccount:
     recomputed: int = 0
     why: str = ""
     """Why tokens were recomputed, where another engine should have brought them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffTiming:
+    """What one hand-off cost, as decode saw it."""
+
+    num_bytes: int = 0
+    num_runs: int = 0
+    transfer_s: float = 0.0
+    """From the first post (pull) or the registration (push) to the last byte."""
+    wait_s: float = 0.0
+    """From the request's arrival until its KV had landed."""
+    verified_cells: int = 0
+    """Pieces of KV compared with prefill's by digest."""
 
 
 @dataclass(frozen=True, slots=True)

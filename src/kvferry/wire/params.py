@@ -38,6 +38,9 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Fal
     pp_size: int | None = None
     first_token: int | None = None
     """The token that prefill sampled from the end of the prompt."""
+    first_logprob: float | None = None
+    first_top_logprobs: list[tuple[int, float]] | None = None
+    """Its logprobs, if the request asked for them."""
 
     def to_dict(self) -> dict[str, object]:
         """As JSON-ready builtins."""

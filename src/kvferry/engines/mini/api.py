@@ -1,0 +1,89 @@
+"""What goes into the embedded engine and what comes out: the records between engine and server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.ids import RequestId
+from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["FinishReason", "GenerateRequest", "Output", "SamplingParams", "TokenLogprobs"]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Checked when made: RequestError names the field, its value and the range."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0: all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """Draw i of a seeded request depends on (seed, i) alone: the same after preemption and after a hand-off."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """How many of the most likely tokens to report beside the chosen one; None: no logprobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One sequence to compute (`n` > 1 is n of these)."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    handoff: HandoffParams | None = None
+    """kv_transfer_params: to compute only the prompt for another engine, or to take the prompt's KV from one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token's log probability, and the most likely ones, best first, as (token id, log probability)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What one step added to one request."""
+
+    request_id: RequestId
+    token_ids: tuple[int, ...] = ()
+    """New tokens."""
+    text: str = ""
+    """New text: whole characters only, and nothing that may turn out to be the start of a stop string."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One a new token, if they were asked for."""
+    finish_reason: FinishReason | None = None
+    """Set once, on the last Output of a request."""
+    stop_reason: int | str | None = None
+    """The stop token or string that ended it."""
+    error: str | None = None
+    """With ERROR: what happened, and the remedy."""
+    account: PromptAccount | None = None
+    """Where the prompt's KV came from; on the first Output that has tokens, and on the last."""
+    handoff: HandoffParams | None = None
+    """On the last Output of a do_remote_decode request: what the decode side needs."""
+    timing: HandoffTiming | None = None
+    """On the last Output of a request whose KV came from another engine."""
