@@ -15,6 +15,7 @@ from typing import Protocol
 from kvferry.handoff.orders import Failed, Landed, StepOrders, StepReport
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
+from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["Match", "Outcome", "RequestView", "SchedulerHalf", "WorkerHalf"]
@@ -55,12 +56,17 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became known since the last step, over all ranks; each transfer appears once in `landed` or `failed`."""
+    """What became known since the last step, over all ranks; each transfer appears once in `landed` or `failed`.
+
+    `Landed.note`, if not empty, is a first token (wire.first_token) that no router could carry: push mode.
+    """
 
     landed: tuple[Landed, ...] = ()
     failed: tuple[Failed, ...] = ()
-    """The request is computed by the engine itself, or ended with the reason, by `recompute`. Its blocks stay the
+    """By `recompute`, the engine computes the request itself, or ends it with the reason. Its blocks stay the
     connector's until `released`: give the request fresh ones."""
+    recompute: bool = True
+    """What to do with all of `failed`."""
     released: tuple[TransferId, ...] = ()
     """Blocks held for these transfers are the engine's again."""
 
@@ -93,17 +99,21 @@ class SchedulerHalf(Protocol):
         tables: Sequence[BlockTable],
         num_computed_tokens: int,
         *,
-        first_token: int | None,
+        first_token: FirstToken | None,
         aborted: bool,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """The request has ended. A transfer id: keep its blocks until `update` releases it. Params: return them.
 
-        Called once for every request, also for aborted ones and ones that wait for a hand-off.
+        Called once for every request, also for aborted ones and ones that wait for a hand-off. `aborted` also where
+        nobody will decode: the first token ended the request, or an error did.
         """
         ...
 
-    def preempted(self, request: RequestView) -> None:
-        """The engine takes the request's blocks back to run it again later. Never called while a hand-off is open."""
+    def preempted(self, request: RequestView) -> TransferId | None:
+        """The engine wants the request's blocks back, to run it again later.
+
+        A transfer id: a peer may be reading them; hold them until `update` releases it. None: they are free at once.
+        """
         ...
 
     def build_orders(self) -> StepOrders:

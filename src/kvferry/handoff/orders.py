@@ -47,6 +47,8 @@ class Offer:
     """Tokens whose KV is computed and stored."""
     final: bool
     """Nothing more will be computed: `ready` is the exact range of the hand-off."""
+    note: bytes = b""
+    """Opaque, at most 4 KiB: delivered to decode with the final message (Landed.note)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class Landed:
     """From the first post (pull) or the registration (push) to the last byte."""
     verified_cells: int = 0
     """How many sampled pieces of KV were compared with prefill's by digest."""
+    note: bytes = b""
+    """Offer.note, as the peer sent it: hostile until decoded."""
 
 
 @dataclass(frozen=True, slots=True)

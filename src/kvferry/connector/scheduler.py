@@ -1,0 +1,411 @@
+"""The scheduler half: which request is part of which hand-off. It sees ids, block ids and counts; no memory, no socket.
+
+A prefill request (do_remote_decode):  OFFERED on its first computed chunk -> FINAL when it has ended
+                                       -> every rank reports `released` -> forgotten, and the engine frees its blocks.
+A decode request (do_remote_prefill):  HELD in the queue (the peer's grant is kept alive)
+                                       -> WANTED once it has blocks -> every rank reports landed, or one failed
+                                       -> after a failure or cancel: every rank reports `released`.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kvferry.connector.base import Match, Outcome, RequestView
+from kvferry.connector.peers import PeerBoard, PeerStatus
+from kvferry.handoff.orders import (
+    Cancel,
+    Failed,
+    Hold,
+    Landed,
+    Offer,
+    StepOrders,
+    StepReport,
+    Want,
+    Withdraw,
+)
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.settings import FailurePolicy, FerrySettings, TransferMode
+from kvferry.wire.first_token import FirstToken, encode_first_token
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["EngineIdentity", "HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Who we are, as it goes into the parameters that prefill returns."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker halves that report."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(slots=True)
+class _Offered:
+    """A prefill request from its first computed chunk until every rank has released it."""
+
+    request: RequestId
+    transfer: TransferId
+    released_by: int = 0
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """A decode request from its arrival until its hand-off has ended on every rank."""
+
+    request: RequestId
+    transfer: TransferId
+    engine: EngineId
+    incarnation: Incarnation | None
+    num_tokens: int
+    held: bool = False
+    started: bool = False
+    told: bool = False
+    """The engine knows how it ended, or asked for the end itself."""
+    landed: list[Landed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    released_by: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Orders for the next step."""
+
+    offer: dict[TransferId, Offer] = field(default_factory=dict)
+    withdraw: list[Withdraw] = field(default_factory=list)
+    hold: list[Hold] = field(default_factory=list)
+    want: list[Want] = field(default_factory=list)
+    cancel: list[Cancel] = field(default_factory=list)
+
+
+class HandoffScheduler:
+    """The scheduler half of a connector. A subclass states its transfer mode, or cannot be defined (R14)."""
+
+    mode: ClassVar[TransferMode]
+
+    def __init_subclass__(cls, *, mode: TransferMode | None = None) -> None:
+        if mode is None:
+            raise TypeError(
+                f"{cls.__name__} does not state its transfer mode: "
+                f"class {cls.__name__}(HandoffScheduler, mode=TransferMode.PULL), or PUSH"
+            )
+        cls.mode = mode
+
+    def __init__(self, identity: EngineIdentity, peers: PeerBoard, settings: FerrySettings) -> None:
+        self._me = identity
+        self._peers = peers
+        self._settings = settings
+        self._offered: dict[RequestId, _Offered] = {}
+        self._wanted: dict[RequestId, _Wanted] = {}
+        self._by_transfer: dict[TransferId, _Offered | _Wanted] = {}
+        self._given_up: dict[RequestId, str] = {}
+        self._next = _Pending()
+
+    # Arrival and matching
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Remember a request that another engine prefills, and start the handshake with that engine."""
+        params = request.handoff
+        if params is None or not params.do_remote_prefill:
+            return
+        missing = [
+            name
+            for name in ("transfer_id", "remote_engine_id", "remote_host", "remote_port")
+            if getattr(params, name) is None
+        ]
+        if missing:
+            self._given_up[request.request_id] = f"kv_transfer_params lack {', '.join(missing)}"
+            return
+        if params.transfer_mode is not None and params.transfer_mode is not self.mode:
+            self._given_up[request.request_id] = (
+                f"prefill hands over by {params.transfer_mode.value}, this worker by {self.mode.value}: "
+                f"start both with the same --transfer-mode"
+            )
+            return
+        transfer = TransferId(str(params.transfer_id))
+        if transfer in self._by_transfer:
+            self._given_up[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
+            return
+        target = request.num_prompt_tokens
+        if params.remote_num_tokens is not None:
+            target = min(target, params.remote_num_tokens)
+        entry = _Wanted(
+            request=request.request_id,
+            transfer=transfer,
+            engine=EngineId(str(params.remote_engine_id)),
+            incarnation=Incarnation(params.remote_incarnation) if params.remote_incarnation else None,
+            num_tokens=target,
+        )
+        self._wanted[request.request_id] = entry
+        self._by_transfer[transfer] = entry
+        self._meet(entry, params)
+
+    def match(self, request: RequestView, num_cached_tokens: int) -> Match:
+        """How many tokens after `num_cached_tokens` the prefill engine brings; `wait` while we shake hands."""
+        entry = self._wanted.get(request.request_id)
+        if entry is None or entry.started:
+            return self._without(request.request_id)
+        assert request.handoff is not None, "only a request with handoff parameters is in _wanted"
+        status, reason = self._meet(entry, request.handoff)
+        if status is PeerStatus.ASKING:
+            return Match(wait=True)
+        if status is PeerStatus.REFUSED:
+            self._give_up(entry, reason)
+            return self._without(request.request_id)
+        return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
+
+    def _meet(self, entry: _Wanted, params: HandoffParams) -> tuple[PeerStatus, str]:
+        view = self._peers.view(entry.engine, entry.incarnation, str(params.remote_host), int(params.remote_port or 0))
+        if view.status is PeerStatus.ACCEPTED and not entry.held:
+            entry.incarnation = view.incarnation
+            entry.held = True
+            assert view.incarnation is not None, "an accepted peer has an incarnation"
+            self._next.hold.append(Hold(entry.transfer, entry.engine, view.incarnation))
+        return view.status, view.reason
+
+    def _without(self, request: RequestId) -> Match:
+        reason = self._given_up.get(request, "")
+        if reason and self._settings.transfer.on_failure is FailurePolicy.FAIL:
+            return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
+        return Match(reason=reason)
+
+    def _give_up(self, entry: _Wanted, reason: str) -> None:
+        self._given_up[entry.request] = reason
+        self._drop(entry, reason)
+
+    def _drop(self, entry: _Wanted, reason: str) -> None:
+        """Forget a hand-off into which no block was given; free the peer's grant if it has one."""
+        if entry.held and entry.incarnation is not None:
+            self._next.cancel.append(Cancel(entry.transfer, entry.engine, entry.incarnation, reason))
+        self._forget(entry)
+
+    # Decode
+
+    def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
+        """Start the hand-off of [num_cached_tokens, end) into `tables`. R30: what is cached is not asked for."""
+        entry = self._wanted.get(request.request_id)
+        if entry is None or entry.started:
+            return
+        assert entry.incarnation is not None, "match() was answered with tokens before blocks were allocated"
+        entry.started = True
+        self._next.want.append(
+            Want(
+                transfer=entry.transfer,
+                request=entry.request,
+                engine=entry.engine,
+                incarnation=entry.incarnation,
+                mode=self.mode,
+                tables=tuple(tables),
+                wanted=TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens),
+                deadline_s=self._settings.transfer.deadline_s,
+            )
+        )
+
+    # Prefill
+
+    def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
+        """Offer what is stored so far; the peer may take it while the next chunk is computed."""
+        if request.handoff is None or not request.handoff.do_remote_decode:
+            return
+        self._offer(request, tables, num_computed_tokens, final=False, note=b"")
+
+    def _offer(
+        self, request: RequestView, tables: Sequence[BlockTable], num_tokens: int, *, final: bool, note: bytes
+    ) -> _Offered:
+        entry = self._offered.get(request.request_id)
+        if entry is None:
+            assert request.handoff is not None, "only a do_remote_decode request is offered"
+            transfer = TransferId(request.handoff.transfer_id or f"{self._me.engine}-{secrets.token_hex(8)}")
+            entry = _Offered(request.request_id, transfer)
+            self._offered[request.request_id] = entry
+            self._by_transfer[transfer] = entry
+        self._next.offer[entry.transfer] = Offer(
+            transfer=entry.transfer,
+            request=entry.request,
+            tables=tuple(tables),
+            ready=TokenRange(0, num_tokens),
+            final=final,
+            note=note,
+        )
+        return entry
+
+    def request_finished(
+        self,
+        request: RequestView,
+        tables: Sequence[BlockTable],
+        num_computed_tokens: int,
+        *,
+        first_token: FirstToken | None,
+        aborted: bool,
+    ) -> tuple[TransferId | None, HandoffParams | None]:
+        """See SchedulerHalf. A prefill request that ends well is offered; one that doesn't is withdrawn."""
+        self._given_up.pop(request.request_id, None)
+        wanted = self._wanted.get(request.request_id)
+        if wanted is not None:
+            return self._decode_ended(wanted), None
+        if request.handoff is None or not request.handoff.do_remote_decode:
+            return None, None
+        if aborted:
+            offered = self._offered.get(request.request_id)
+            if offered is None:
+                return None, None
+            self._next.withdraw.append(Withdraw(offered.transfer, "the request was aborted on the prefill side"))
+            return offered.transfer, None
+        note = encode_first_token(first_token) if first_token is not None else b""
+        entry = self._offer(request, tables, num_computed_tokens, final=True, note=note)
+        return entry.transfer, self._params(entry, tables, num_computed_tokens, first_token)
+
+    def _params(
+        self,
+        entry: _Offered,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
+        first_token: FirstToken | None,
+    ) -> HandoffParams:
+        """R15: what the router carries to decode, under the names that existing routers read."""
+        return HandoffParams(
+            do_remote_prefill=True,
+            do_remote_decode=False,
+            transfer_mode=self.mode,
+            transfer_id=entry.transfer,
+            remote_engine_id=self._me.engine,
+            remote_incarnation=self._me.incarnation,
+            remote_request_id=entry.request,
+            remote_host=self._me.host,
+            remote_port=self._me.port,
+            remote_block_ids=[[int(block) for block in table.block_ids] for table in tables],
+            remote_block_first_tokens=[table.first_token for table in tables],
+            remote_num_tokens=num_tokens,
+            tp_size=self._me.tp_size,
+            pp_size=self._me.pp_size,
+            first_token=first_token.token if first_token else None,
+            first_logprob=first_token.logprob if first_token else None,
+            first_top_logprobs=list(first_token.top) if first_token else None,
+        )
+
+    def _decode_ended(self, entry: _Wanted) -> TransferId | None:
+        if not entry.started:
+            self._drop(entry, "the request was aborted on the decode side")
+            return None
+        # In flight: the blocks stay ours until no peer can touch them. The engine asked for the end: it needs no news.
+        assert entry.incarnation is not None, "a started hand-off has a peer"
+        entry.told = True
+        self._next.cancel.append(
+            Cancel(entry.transfer, entry.engine, entry.incarnation, "the request was aborted on the decode side")
+        )
+        return entry.transfer
+
+    def preempted(self, request: RequestView) -> TransferId | None:
+        """Take back what was offered: a peer that has begun is told, and the next offer has a new transfer id."""
+        entry = self._offered.pop(request.request_id, None)
+        if entry is None:
+            return None
+        self._next.offer.pop(entry.transfer, None)
+        self._next.withdraw.append(Withdraw(entry.transfer, "prefill ran out of blocks and preempted the request"))
+        return entry.transfer
+
+    # The two records a step
+
+    def build_orders(self) -> StepOrders:
+        """All orders since the last step."""
+        now, self._next = self._next, _Pending()
+        return StepOrders(
+            introduce=self._peers.take_introductions(),
+            offer=tuple(now.offer.values()),
+            withdraw=tuple(now.withdraw),
+            hold=tuple(now.hold),
+            want=tuple(now.want),
+            cancel=tuple(now.cancel),
+        )
+
+    def update(self, reports: Sequence[StepReport]) -> Outcome:
+        """Join the ranks' reports: landed when all have landed, failed when all have ended and one failed."""
+        landed: list[Landed] = []
+        failed: list[Failed] = []
+        released: list[TransferId] = []
+        for report in reports:
+            for one in (*report.landed, *report.failed):
+                entry = self._by_transfer.get(one.transfer)
+                if isinstance(entry, _Wanted):
+                    entry.landed.append(one) if isinstance(one, Landed) else entry.failed.append(one)
+                    self._conclude(entry, landed, failed, released)
+            for transfer in report.released:
+                entry = self._by_transfer.get(transfer)
+                if isinstance(entry, _Wanted):
+                    entry.released_by += 1
+                    self._conclude(entry, landed, failed, released)
+                elif entry is not None:
+                    entry.released_by += 1
+                    if entry.released_by == self._me.num_ranks:
+                        self._by_transfer.pop(transfer)
+                        if self._offered.get(entry.request) is entry:
+                            del self._offered[entry.request]
+                        released.append(transfer)
+        recompute = self._settings.transfer.on_failure is FailurePolicy.RECOMPUTE
+        return Outcome(landed=tuple(landed), failed=tuple(failed), released=tuple(released), recompute=recompute)
+
+    def _conclude(self, entry: _Wanted, landed: list[Landed], failed: list[Failed], released: list[TransferId]) -> None:
+        """Called after each report about `entry`: has it ended, and are its blocks safe?"""
+        if not entry.told and len(entry.landed) + len(entry.failed) == self._me.num_ranks:
+            entry.told = True
+            if not entry.failed:
+                self._forget(entry)
+                landed.append(_joined(entry.landed))
+                return
+            worst = min(entry.failed, key=lambda one: one.arrived.stop)
+            self._given_up[entry.request] = worst.reason
+            failed.append(worst)
+        if entry.told and len(entry.landed) + entry.released_by == self._me.num_ranks:
+            self._forget(entry)
+            released.append(entry.transfer)
+
+    def _forget(self, entry: _Wanted) -> None:
+        self._wanted.pop(entry.request, None)
+        self._by_transfer.pop(entry.transfer, None)
+
+    def has_pending_work(self) -> bool:
+        """True while a hand-off is open here, on either side."""
+        return bool(self._by_transfer) or bool(self._next.cancel or self._next.withdraw)
+
+
+class PullScheduler(HandoffScheduler, mode=TransferMode.PULL):
+    """Decode reads prefill's blocks."""
+
+
+class PushScheduler(HandoffScheduler, mode=TransferMode.PUSH):
+    """Prefill writes into decode's blocks."""
+
+
+def _joined(ranks: Sequence[Landed]) -> Landed:
+    """One record over all ranks: bytes add up, the slowest rank's time counts."""
+    first = ranks[0]
+    return Landed(
+        transfer=first.transfer,
+        request=first.request,
+        arrived=TokenRange(first.arrived.start, min(one.arrived.stop for one in ranks)),
+        num_bytes=sum(one.num_bytes for one in ranks),
+        num_runs=sum(one.num_runs for one in ranks),
+        transfer_s=max(one.transfer_s for one in ranks),
+        verified_cells=sum(one.verified_cells for one in ranks),
+        note=next((one.note for one in ranks if one.note), b""),
+    )
+
+
+def make_scheduler(identity: EngineIdentity, peers: PeerBoard, settings: FerrySettings) -> HandoffScheduler:
+    """The scheduler half for the configured transfer mode."""
+    kinds = {kind.mode: kind for kind in (PullScheduler, PushScheduler)}
+    return kinds[settings.transfer.mode](identity, peers, settings)
