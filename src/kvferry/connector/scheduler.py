@@ -256,7 +256,7 @@ class HandoffScheduler:
         self._given_up.pop(request.request_id, None)
         wanted = self._wanted.get(request.request_id)
         if wanted is not None:
-            return self._decode_ended(wanted), None
+            return (None if wanted.told else self._decode_ended(wanted)), None
         if request.handoff is None or not request.handoff.do_remote_decode:
             return None, None
         if aborted:
@@ -338,25 +338,38 @@ class HandoffScheduler:
         failed: list[Failed] = []
         released: list[TransferId] = []
         for report in reports:
-            for one in (*report.landed, *report.failed):
-                entry = self._by_transfer.get(one.transfer)
-                if isinstance(entry, _Wanted):
-                    entry.landed.append(one) if isinstance(one, Landed) else entry.failed.append(one)
+            for good in report.landed:
+                if (entry := self._decode_entry(good.transfer)) is not None:
+                    entry.landed.append(good)
+                    self._conclude(entry, landed, failed, released)
+            for bad in report.failed:
+                if (entry := self._decode_entry(bad.transfer)) is not None:
+                    entry.failed.append(bad)
                     self._conclude(entry, landed, failed, released)
             for transfer in report.released:
-                entry = self._by_transfer.get(transfer)
-                if isinstance(entry, _Wanted):
-                    entry.released_by += 1
-                    self._conclude(entry, landed, failed, released)
-                elif entry is not None:
-                    entry.released_by += 1
-                    if entry.released_by == self._me.num_ranks:
-                        self._by_transfer.pop(transfer)
-                        if self._offered.get(entry.request) is entry:
-                            del self._offered[entry.request]
-                        released.append(transfer)
+                self._released(transfer, landed, failed, released)
         recompute = self._settings.transfer.on_failure is FailurePolicy.RECOMPUTE
         return Outcome(landed=tuple(landed), failed=tuple(failed), released=tuple(released), recompute=recompute)
+
+    def _decode_entry(self, transfer: TransferId) -> _Wanted | None:
+        entry = self._by_transfer.get(transfer)
+        return entry if isinstance(entry, _Wanted) else None
+
+    def _released(
+        self, transfer: TransferId, landed: list[Landed], failed: list[Failed], released: list[TransferId]
+    ) -> None:
+        entry = self._by_transfer.get(transfer)
+        if entry is None:
+            logger.debug("release of an unknown transfer=%s", transfer)
+            return
+        entry.released_by += 1
+        if isinstance(entry, _Wanted):
+            self._conclude(entry, landed, failed, released)
+        elif entry.released_by == self._me.num_ranks:
+            del self._by_transfer[transfer]
+            if self._offered.get(entry.request) is entry:
+                del self._offered[entry.request]
+            released.append(transfer)
 
     def _conclude(self, entry: _Wanted, landed: list[Landed], failed: list[Failed], released: list[TransferId]) -> None:
         """Called after each report about `entry`: has it ended, and are its blocks safe?"""
