@@ -22,25 +22,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": GROUND,
     "wire": GROUND | {"layout"},
     "handshake": GROUND | {"layout", "wire"},
+    "http": GROUND | {"wire"},
     "transport": GROUND | {"layout"},
     "sidechannel": GROUND | {"wire", "handshake"},
     "handoff": GROUND | {"layout", "wire", "handshake", "transport"},
     "connector": GROUND | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport"},
-    "engines": GROUND | {"layout", "wire", "handshake", "connector"},
-    "router": GROUND | {"wire", "handshake"},
+    "engines": GROUND | {"layout", "wire", "handshake", "connector", "http"},
+    "router": GROUND | {"wire", "handshake", "http"},
     "testing": GROUND | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector"},
     "cli": GROUND
-    | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector", "engines", "router"}
+    | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector", "engines", "router", "http"}
     | {"testing"},
 }
 THIRD_PARTY_HOMES = {
     "numpy": {"layout", "handoff", "transport", "testing", "engines", "wire", "cli", "connector"},
-    "msgspec": {"wire", "handshake", "settings", "cli", "router", "layout", "engines", "connector"},
+    "msgspec": {"wire", "handshake", "settings", "cli", "router", "layout", "engines", "connector", "http"},
     "zmq": {"sidechannel", "cli"},
     "torch": {"engines", "transport", "cli"},
     "nixl": {"transport", "cli"},
     "mooncake": {"transport"},
-    "aiohttp": {"engines", "router", "cli"},
+    "aiohttp": {"engines", "router", "cli", "http"},
     "prometheus_client": {"engines", "router"},
     "safetensors": {"engines", "handshake"},
     "tokenizers": {"engines"},

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server over the embedded engine. Read: app, generate, engine_thread."""

@@ -1,0 +1,347 @@
+"""The OpenAI-compatible HTTP server of one worker.
+
+Life of a request: body is read and checked (bodies, prompts) -> a Job (generate) -> its sequences run on the engine
+thread (engine_thread) -> their outputs become a body or a stream (replies). Headers are sent with the first token, so
+that they can say how the prompt was served, and an error before it still has its status. A client that hangs up cancels
+the handler, which aborts the sequences.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, decode_body, sampling_of
+from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
+from kvferry.engines.mini.server.generate import Generation, Job
+from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
+from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
+from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
+from kvferry.errors import ConfigError, FerryError, Overloaded
+from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["ServerSettings", "WorkerLike", "WorkerServer"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_CHOICES = 128
+_DEFAULT_MAX_TOKENS = 16
+_MAX_TOP_LOGPROBS = 20
+_SNAPSHOT_WAIT_S = 0.25
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the HTTP server behaves."""
+
+    model_name: str
+    """The name in /v1/models, and in every answer."""
+
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+
+    vocab_size: int
+    """Token ids in prompts must be below."""
+
+    takes_tools: bool = False
+    """The model's chat template knows tools."""
+
+    max_body_bytes: int = 32 << 20
+    """A longer body is refused with 413."""
+
+    max_open_requests: int = 1024
+    """More sequences at once than this are refused with 503 and Retry-After."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"server.{name}={getattr(self, name)!r} must be at least 1")
+
+
+class WorkerLike(Protocol):
+    """What the server needs of a worker: the engine, and what it says of itself (called on the engine thread)."""
+
+    @property
+    def engine(self) -> EngineLike:
+        """The engine; it has `tokenizer` and `stats()` too."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The JSON of GET /v1/kvferry."""
+        ...
+
+
+class WorkerServer:
+    """Routes and their handlers. `app` is ready to listen; the engine thread starts and stops with it."""
+
+    def __init__(self, worker: WorkerLike, tokenizer: TokenizerLike, settings: ServerSettings) -> None:
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._engine = EngineThread(worker.engine)
+        self._metrics = WorkerMetrics()
+        self._serial = itertools.count()
+        self._draining = False
+        self._description: dict[str, Any] = {}
+        self._engine_stats: Mapping[str, float] = {}
+        self.app = web.Application(
+            client_max_size=settings.max_body_bytes, middlewares=[error_middleware(lambda: uuid.uuid4().hex)]
+        )
+        self.app.on_startup.append(self._on_startup)
+        self.app.on_cleanup.append(self._on_cleanup)
+        self.app.add_routes(
+            [
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+                web.get("/metrics", self._get_metrics),
+                web.get("/v1/kvferry", self._describe),
+                web.post("/v1/kvferry/drain", self._drain),
+            ]
+        )
+
+    async def _on_startup(self, _: web.Application) -> None:
+        self._engine.start()
+        self._description = await self._engine.call(self._worker.describe)
+
+    async def _on_cleanup(self, _: web.Application) -> None:
+        await self._engine.stop()
+
+    # ---- completions ----
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(await request.read(), CompletionBody)
+        for name, offered in (("best_of", body.best_of in (None, 1)), ("suffix", not body.suffix)):
+            if not offered:
+                value = getattr(body, name)
+                raise ApiError(400, f"{name}={value!r} is not supported: leave it out", param=name, code="unsupported")
+        if body.echo and body.logprobs is not None:
+            raise ApiError(
+                400, "echo=True with logprobs: prompt log probabilities are not supported; drop one of them",
+                param="logprobs", code="unsupported",
+            )  # fmt: skip
+        prompts = completion_prompts(body, self._tokenizer)
+        room = self._settings.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
+        max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if body.max_tokens is None else body.max_tokens
+        job = self._job(request, body, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
+        return await self._answer(request, job, CompletionReply(job, self._tokenizer, self._engine_id))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = decode_body(await request.read(), ChatBody)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(
+                400, f"top_logprobs={body.top_logprobs!r} needs logprobs=true: send it too", param="top_logprobs"
+            )
+        prompt = chat_prompt(body, self._tokenizer, takes_tools=self._settings.takes_tools)
+        room = self._settings.max_model_len - len(prompt.token_ids)
+        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        job = self._job(request, body, (prompt,), max(room, 1) if asked is None else asked, num_logprobs)
+        return await self._answer(request, job, ChatReply(job, self._tokenizer, self._engine_id))
+
+    def _job(
+        self,
+        request: web.Request,
+        body: CommonBody,
+        prompts: tuple[Prompt, ...],
+        max_tokens: int,
+        num_logprobs: int | None,
+        *,
+        echo: bool = False,
+    ) -> Job:
+        self._check(body, prompts, max_tokens, num_logprobs)
+        handoff = None if body.kv_transfer_params is None else HandoffParams.from_dict(body.kv_transfer_params)
+        num_choices = 1 if body.n is None else body.n
+        if handoff is not None and (len(prompts) > 1 or (handoff.do_remote_decode and num_choices > 1)):
+            raise ApiError(
+                400,
+                f"kv_transfer_params with {len(prompts)} prompts and n={num_choices}: one hand-off carries one prompt; "
+                "send one request a prompt, and n=1 to prefill",
+                param="kv_transfer_params",
+            )
+        return Job(
+            request_id=request_id_of(request),
+            model=self._settings.model_name,
+            prompts=prompts,
+            samplings=tuple(
+                sampling_of(body, max_tokens=max_tokens, logprobs=num_logprobs, seed_offset=i)
+                for i in range(num_choices)
+            ),
+            stream=bool(body.stream),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            echo=echo,
+            num_top_logprobs=num_logprobs,
+            return_token_ids=bool(body.return_token_ids),
+            handoff=handoff,
+            why=request.headers.get("x-kvferry-why", ""),
+        )
+
+    def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int, num_logprobs: int | None) -> None:
+        settings = self._settings
+        if body.model is not None and body.model != settings.model_name:
+            raise ApiError(
+                404,
+                f"model={body.model!r} is not served here: send {settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        num_choices = 1 if body.n is None else body.n
+        if not 1 <= num_choices * len(prompts) <= _MAX_CHOICES:
+            raise ApiError(
+                400,
+                f"n={num_choices!r} with {len(prompts)} prompts: send 1 to {_MAX_CHOICES} choices over all prompts",
+                param="n",
+            )
+        if num_logprobs is not None and not 0 <= num_logprobs <= _MAX_TOP_LOGPROBS:
+            raise ApiError(
+                400, f"logprobs={num_logprobs!r}: at most {_MAX_TOP_LOGPROBS} alternatives a token", param="logprobs"
+            )
+        for prompt in prompts:
+            wrong = next((one for one in prompt.token_ids if not 0 <= one < settings.vocab_size), None)
+            if wrong is not None:
+                raise ApiError(
+                    400, f"prompt has token id {wrong}: this model has ids 0 to {settings.vocab_size - 1}",
+                    param="prompt",
+                )  # fmt: skip
+            length = len(prompt.token_ids)
+            if length + max(max_tokens, 1) > settings.max_model_len:
+                raise ApiError(
+                    400,
+                    f"the prompt has {length} tokens, {max_tokens} are asked for, and the model's context is "
+                    f"{settings.max_model_len}: shorten the prompt, lower max_tokens, or serve with --max-model-len",
+                    param="messages" if isinstance(body, ChatBody) else "prompt",
+                    code="context_length_exceeded",
+                )
+        if self._draining:
+            raise ApiError(503, "this worker is draining: send the request to another one", code="draining",
+                           retry_after_s=1)  # fmt: skip
+        if self._engine.num_open + num_choices * len(prompts) > settings.max_open_requests:
+            raise Overloaded(
+                f"{self._engine.num_open} sequences are open and at most {settings.max_open_requests} are taken: "
+                "try again later, or start the worker with a larger --max-open-requests"
+            )
+
+    # ---- answering ----
+
+    async def _answer(self, request: web.Request, job: Job, reply: Reply) -> web.StreamResponse:
+        began_s = time.monotonic()
+        generation = Generation(self._engine, job, f"{job.request_id[:64]}.{next(self._serial)}")
+        status = 499
+        try:
+            if job.stream:
+                response: web.StreamResponse = await self._stream(request, job, reply, generation, began_s)
+            else:
+                async for index, output in generation.outputs():
+                    if output.token_ids and not any(choice.token_ids for choice in reply.choices):
+                        self._metrics.on_first_token(time.monotonic() - began_s)
+                    reply.choices[index].add(output)
+                response = web.Response(
+                    body=msgspec.json.encode(reply.whole()),
+                    content_type="application/json",
+                    headers=reply.served().headers(),
+                )
+            status = response.status
+            if all(choice.finish_reason for choice in reply.choices):
+                num_tokens = sum(len(choice.token_ids) for choice in reply.choices)
+                asked = job.handoff is not None and job.handoff.do_remote_prefill
+                self._metrics.on_answer(reply.served(), num_tokens, time.monotonic() - began_s, asked_handoff=asked)
+        except FerryError as error:
+            status = as_api_error(error).status
+            raise
+        finally:
+            generation.close()
+            self._metrics.on_status(request.path, status)
+        return response
+
+    async def _stream(
+        self, request: web.Request, job: Job, reply: Reply, generation: Generation, began_s: float
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response.headers["X-Request-Id"] = job.request_id
+        try:
+            async for index, output in generation.outputs():
+                chunk = reply.chunk(index, output)
+                if not response.prepared:
+                    response.headers.update(reply.served().headers())
+                    await response.prepare(request)
+                    self._metrics.on_first_token(time.monotonic() - began_s)
+                if chunk is not None:
+                    await response.write(chunk)
+        except FerryError as error:
+            if not response.prepared:
+                raise
+            # The status is out: the stream says it, as the official client expects, and has no [DONE].
+            logger.warning("stream failed request=%s cause=%s", job.request_id, error)
+            await response.write(b"data: " + as_api_error(error).body() + b"\n\n")
+        else:
+            await response.write(reply.end())
+        await response.write_eof()
+        return response
+
+    # ---- the rest ----
+
+    @property
+    def _engine_id(self) -> str:
+        return str(self._description.get("engine", ""))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvferry",
+            "max_model_len": self._settings.max_model_len,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        state = self._state()
+        return _json({"status": "ok" if state == "ready" else "unavailable", "reason": state}, state != "ready")
+
+    def _state(self) -> str:
+        if self._engine.failure is not None:
+            return f"the engine has ended: {self._engine.failure}. Restart the worker"
+        return "draining" if self._draining else "ready"
+
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        stats = getattr(self._worker.engine, "stats", None)
+        if stats is not None:
+            self._engine_stats = await self._snapshot(lambda: numbers_of(stats()), self._engine_stats)
+        text = self._metrics.text(self._engine.num_open, self._engine_stats)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _describe(self, _: web.Request) -> web.Response:
+        self._description = await self._snapshot(self._worker.describe, self._description)
+        own = {
+            "model": self._settings.model_name,
+            "state": self._state(),
+            "load": {"open_requests": self._engine.num_open},
+        }
+        return _json({**self._description, **own})
+
+    async def _snapshot(self, function: Any, last: Any) -> Any:
+        """What `function` says between two steps; the last known if the step that runs is a long one."""
+        if self._engine.failure is not None:
+            return last
+        try:
+            return await asyncio.wait_for(self._engine.call(function), _SNAPSHOT_WAIT_S)
+        except TimeoutError:
+            return last
+
+    async def _drain(self, _: web.Request) -> web.Response:
+        self._draining = True
+        logger.info("draining open=%d", self._engine.num_open)
+        return _json({"state": "draining", "open_requests": self._engine.num_open})
+
+
+def _json(body: object, unavailable: bool = False) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(body), content_type="application/json", status=503 if unavailable else 200
+    )

@@ -1,0 +1,152 @@
+"""Request bodies of /v1/completions and /v1/chat/completions. Unknown fields are ignored; wrong ones are explained."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.engines.mini.api import SamplingParams
+from kvferry.errors import RequestError
+from kvferry.http.errors import ApiError
+
+__all__ = ["ChatBody", "CompletionBody", "decode_body", "sampling_of"]
+
+_MAX_SHOWN_CHARS = 80
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+
+
+class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take. None means the default of SamplingParams."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    return_token_ids: bool | None = None
+    """Answer with `token_ids` in each choice (a name that vLLM gave)."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """The hand-off, from the router or from prefill's answer."""
+
+
+class CompletionBody(CommonBody, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """Only `text` is supported."""
+
+    type: str
+
+
+class ChatBody(CommonBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody)
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """Check and convert. Raises ApiError 400 with the field, its value, and the remedy."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_field(raw, str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(
+            400, f"the body is not valid JSON: {error}. Send one JSON object, in UTF-8", code="invalid_json"
+        ) from error
+
+
+def _wrong_field(raw: bytes, complaint: str) -> ApiError:
+    what, _, path = complaint.partition(" - at `$")
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
+    missing = re.search(r"missing required field `(\w+)`", what)
+    if missing and not steps:
+        return ApiError(400, f"the body has no {missing[1]!r}: send it", param=missing[1], code="missing_field")
+    value: Any = msgspec.json.decode(raw)
+    if not steps:
+        return ApiError(400, f"the body is {_shown(value)}: send one JSON object", code="invalid_type")
+    for name, index in steps:
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):  # the path ends at `[...]`: show the nearest value
+            break
+    name = "".join(f".{name}" if name else f"[{index}]" for name, index in steps)[1:]
+    message = f"{name}={_shown(value)}: {what[:1].lower()}{what[1:]}. Send a value of that type, or leave the field out"
+    return ApiError(400, message, param=name, code="invalid_type")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def sampling_of(body: CommonBody, *, max_tokens: int, logprobs: int | None, seed_offset: int = 0) -> SamplingParams:
+    """The engine's record. Raises RequestError for a value out of range. Choice i of a seeded request has seed + i."""
+    given: dict[str, Any] = {
+        "min_tokens": body.min_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k == -1 else body.top_k,  # vLLM's word for "all"
+        "min_p": body.min_p,
+        "seed": None if body.seed is None else body.seed + seed_offset,
+        "stop": _stop_strings(body.stop),
+        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": _logit_bias(body.logit_bias),
+        "logprobs": logprobs,
+    }
+    return SamplingParams(max_tokens=max_tokens, **{name: v for name, v in given.items() if v is not None})
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    if stop is None:
+        return None
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError as error:
+        raise RequestError(f"logit_bias={_shown(bias)}: every key must be a token id, as a string of digits") from error

@@ -1,0 +1,182 @@
+"""The thread on which the engine lives. Everything that touches the engine happens there; its outputs come to the loop.
+
+Loop of the thread: take commands (add, abort, calls) -> step -> hand the outputs of the step to the event loop, in one
+call. Without work it waits for a command; while a step brings nothing at once, because only hand-offs are pending, it
+waits a millisecond at most.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from kvferry.engines.mini.api import GenerateRequest, Output
+from kvferry.errors import FerryError
+from kvferry.http.errors import ApiError
+from kvferry.ids import RequestId
+
+__all__ = ["EngineLike", "EngineThread", "Sink"]
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Output | FerryError], None]
+"""Takes a request's outputs, on the event loop; an error, or an Output with finish_reason, is the last."""
+T = TypeVar("T")
+
+
+class EngineLike(Protocol):
+    """What the server needs of an engine. Not thread-safe: called on the engine thread only."""
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises RequestError or Overloaded if it cannot be taken."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a request; unknown ids are no error."""
+        ...
+
+    def step(self) -> Sequence[Output]:
+        """Compute once."""
+        ...
+
+    def has_work(self) -> bool:
+        """Stepping has a point: requests run or wait, or hand-offs are open."""
+        ...
+
+
+class EngineThread:
+    """Owns the engine from `start` to `stop`. Its methods are called on the event loop."""
+
+    def __init__(self, engine: EngineLike, *, poll_s: float = 0.001) -> None:
+        self._engine = engine
+        self._poll_s = poll_s
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._sinks: dict[RequestId, Sink] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+        self.failure: str | None = None
+        """Why the engine stepped for the last time; None while it lives."""
+
+    def start(self) -> None:
+        """Begin to step. Called once, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End after the step that runs. Open requests get an error. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._fail_all(ApiError(503, "this worker is stopping: send the request to another one", code="stopping"))
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._sinks)
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Hand a request to the engine. A refusal reaches the sink as an error."""
+        if self.failure is not None:
+            raise self._dead()
+        assert request.request_id not in self._sinks, "the server gives every sequence an id of its own"
+        self._sinks[request.request_id] = sink
+        self._command(lambda: self._add(request))
+
+    def abort(self, request_id: RequestId) -> None:
+        """The client is gone, or the answer is complete: the sink hears nothing more."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._command(lambda: self._engine.abort(request_id))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run something between two steps, where it may look at the engine."""
+        if self.failure is not None or self._stopping:
+            raise self._dead()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def settle(action: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                action(value)
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as error:
+                logger.exception("a call on the engine thread failed")
+                self._on_loop(settle, future.set_exception, error)
+            else:
+                self._on_loop(settle, future.set_result, result)
+
+        self._command(run)
+        return await future
+
+    # ---- on the engine thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wake.clear()
+                while self._commands:
+                    self._commands.popleft()()
+                if not self._engine.has_work():
+                    self._wake.wait()
+                    continue
+                began_s = time.monotonic()
+                outputs = self._engine.step()
+                if outputs:
+                    self._on_loop(self._deliver, outputs)
+                elif time.monotonic() - began_s < self._poll_s:
+                    # A step that computed nothing ends at once: only hand-offs are pending.
+                    self._wake.wait(self._poll_s)
+        except Exception as error:
+            logger.exception("the engine has failed; this worker serves nothing more")
+            self._on_loop(self._fail, f"{type(error).__name__}: {error}")
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request)
+        except FerryError as error:
+            self._on_loop(self._refuse, request.request_id, error)
+
+    def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None, "the engine thread runs after start()"
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            logger.debug("the event loop is closed: outputs are dropped")
+
+    # ---- on the event loop ----
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _deliver(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            last = output.finish_reason is not None
+            sink = self._sinks.pop(output.request_id, None) if last else self._sinks.get(output.request_id)
+            if sink is not None:
+                sink(output)
+
+    def _refuse(self, request_id: RequestId, error: FerryError) -> None:
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None:
+            sink(error)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self._fail_all(self._dead())
+
+    def _fail_all(self, error: FerryError) -> None:
+        sinks, self._sinks = list(self._sinks.values()), {}
+        for sink in sinks:
+            sink(error)
+
+    def _dead(self) -> ApiError:
+        reason = self.failure or "it is stopping"
+        return ApiError(500, f"the engine of this worker has ended ({reason}): restart the worker", code="engine_dead")

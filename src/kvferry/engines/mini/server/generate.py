@@ -1,0 +1,101 @@
+"""One HTTP request as sequences of the engine: `n` choices of each prompt, merged into one stream of outputs.
+
+Life of a choice: choice 0 of a prompt is submitted at once, with the hand-off if there is one. When it has its first
+token, the prompt's KV is in this engine's cache: only then are the other choices submitted, as ordinary requests that
+hit the prefix cache. So a prompt is handed over, or computed, once, whatever `n` is. Choice 0 alone continues from the
+first token that prefill sampled; the others sample their own.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, SamplingParams
+from kvferry.engines.mini.server.engine_thread import EngineThread
+from kvferry.engines.mini.server.prompts import Prompt
+from kvferry.errors import FerryError
+from kvferry.http.errors import ApiError
+from kvferry.ids import RequestId
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["Generation", "Job"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request, checked: what to compute and how to tell it."""
+
+    request_id: str
+    model: str
+    prompts: tuple[Prompt, ...]
+    samplings: tuple[SamplingParams, ...]
+    """One a choice: `n` of them."""
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    num_top_logprobs: int | None = None
+    return_token_ids: bool = False
+    handoff: HandoffParams | None = None
+    why: str = ""
+    """Why the router sent this prompt without a hand-off."""
+
+    @property
+    def num_choices(self) -> int:
+        """Over all prompts."""
+        return len(self.prompts) * len(self.samplings)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt counted once, as OpenAI does."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+class Generation:
+    """A job while it runs. `close` must be called, whatever happened: it leaves nothing in the engine."""
+
+    def __init__(self, engine: EngineThread, job: Job, unique: str) -> None:
+        self._engine = engine
+        self._job = job
+        self._unique = unique
+        self._events: asyncio.Queue[tuple[int, Output | FerryError]] = asyncio.Queue()
+        self._unfinished: set[int] = set(range(job.num_choices))
+        self._waiting: dict[int, list[int]] = {}
+
+    async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
+        """Pairs of choice index and output, until every choice has ended. Raises the first error of any of them."""
+        per_prompt = len(self._job.samplings)
+        for first in range(0, self._job.num_choices, per_prompt):
+            self._waiting[first] = list(range(first + 1, first + per_prompt))
+            self._submit(first, self._job.handoff)
+        while self._unfinished:
+            index, event = await self._events.get()
+            if isinstance(event, FerryError):
+                raise event
+            if event.finish_reason is FinishReason.ERROR:
+                raise ApiError(500, event.error or "the request failed in the engine: try again", code="request_failed")
+            if event.finish_reason is FinishReason.ABORT:
+                raise ApiError(503, "the request was aborted by this worker: send it again", code="aborted")
+            if event.token_ids or event.finish_reason is not None:
+                for other in self._waiting.pop(index, ()):
+                    self._submit(other, None)
+            if event.finish_reason is not None:
+                self._unfinished.discard(index)
+            yield index, event
+
+    def close(self) -> None:
+        """Abort what has not ended."""
+        for index in self._unfinished:
+            self._engine.abort(self._id(index))
+
+    def _id(self, index: int) -> RequestId:
+        return RequestId(f"{self._unique}-{index}" if self._job.num_choices > 1 else self._unique)
+
+    def _submit(self, index: int, handoff: HandoffParams | None) -> None:
+        prompt_index, choice = divmod(index, len(self._job.samplings))
+        request = GenerateRequest(
+            request_id=self._id(index),
+            prompt_token_ids=self._job.prompts[prompt_index].token_ids,
+            sampling=self._job.samplings[choice],
+            handoff=handoff,
+        )
+        self._engine.submit(request, lambda event: self._events.put_nowait((index, event)))

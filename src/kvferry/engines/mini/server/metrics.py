@@ -1,0 +1,96 @@
+"""Prometheus metrics of a worker. Names and meanings are listed in docs/reference/metrics.md."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvferry.http.records import Served
+
+__all__ = ["WorkerMetrics"]
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+
+
+class WorkerMetrics:
+    """One registry a server, so that two servers in one process do not meet."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self._requests = Counter(
+            "kvferry_requests", "HTTP requests that ended", ["endpoint", "status"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_prompt_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
+        )
+        self._answer_tokens = Counter("kvferry_generation_tokens", "Tokens generated", registry=registry)
+        self._handoffs = Counter(
+            "kvferry_handoffs", "Hand-offs asked of this worker as decode", ["outcome"], registry=registry
+        )
+        self._bytes = Counter("kvferry_handoff_bytes", "Bytes of KV that landed here", registry=registry)
+        self._first_token = Histogram(
+            "kvferry_time_to_first_token_seconds", "Arrival to first token", buckets=_SECONDS, registry=registry
+        )
+        self._whole = Histogram("kvferry_request_seconds", "Arrival to last token", buckets=_SECONDS, registry=registry)
+        self._transfer = Histogram(
+            "kvferry_handoff_transfer_seconds",
+            "First post (pull) or registration (push) to last byte",
+            buckets=_TRANSFER_SECONDS,
+            registry=registry,
+        )
+        self._wait = Histogram(
+            "kvferry_handoff_wait_seconds",
+            "Arrival on decode until the KV had landed",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._open = Gauge("kvferry_open_sequences", "Sequences that have not ended", registry=registry)
+        self._engine: dict[str, Gauge] = {}
+        for source in ("handed_over", "cached", "recomputed"):
+            self._prompt_tokens.labels(source)
+
+    def on_status(self, endpoint: str, status: int) -> None:
+        """A request ended with this status; 499 if its client hung up."""
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def on_first_token(self, after_s: float) -> None:
+        """A request has its first token."""
+        self._first_token.observe(after_s)
+
+    def on_answer(self, served: Served, num_tokens: int, after_s: float, *, asked_handoff: bool) -> None:
+        """A request was answered whole."""
+        self._prompt_tokens.labels("handed_over").inc(served.handed_over)
+        self._prompt_tokens.labels("cached").inc(served.cached)
+        self._prompt_tokens.labels("recomputed").inc(served.recomputed)
+        self._answer_tokens.inc(num_tokens)
+        self._whole.observe(after_s)
+        if asked_handoff:
+            self._handoffs.labels("recomputed" if served.why else "landed").inc()
+            self._bytes.inc(served.bytes)
+            self._transfer.observe(served.transfer_ms / 1e3)
+            self._wait.observe(served.wait_ms / 1e3)
+
+    def text(self, num_open: int, engine_stats: Mapping[str, float]) -> bytes:
+        """The exposition format. `engine_stats` are numbers of the engine by name, nested names joined by `_`."""
+        self._open.set(num_open)
+        for name, value in engine_stats.items():
+            if name not in self._engine:
+                self._engine[name] = Gauge(f"kvferry_engine_{name}", f"Engine: {name}", registry=self._registry)
+            self._engine[name].set(value)
+        return generate_latest(self._registry)
+
+
+def numbers_of(stats: object, prefix: str = "") -> dict[str, float]:
+    """The numeric fields of a stats record, nested records flattened."""
+    found: dict[str, float] = {}
+    if not dataclasses.is_dataclass(stats) or isinstance(stats, type):
+        return found
+    for field in dataclasses.fields(stats):
+        value = getattr(stats, field.name)
+        if isinstance(value, int | float):
+            found[prefix + field.name] = float(value)
+        else:
+            found |= numbers_of(value, f"{prefix}{field.name}_")
+    return found

@@ -1,0 +1,130 @@
+"""Prompts in every form that the API allows, as token ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvferry.engines.mini.server.bodies import ChatBody, CompletionBody
+from kvferry.http.errors import ApiError
+
+__all__ = ["Prompt", "TokenizerLike", "chat_prompt", "completion_prompts"]
+
+_MAX_PROMPTS = 256
+
+
+class TokenizerLike(Protocol):
+    """What the server needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain text, with the model's leading special token if it has one."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Ids of a conversation. Raises RequestError if the template refuses it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; `text` is None where the client sent ids."""
+
+    token_ids: tuple[int, ...]
+    text: str | None = None
+
+
+def completion_prompts(body: CompletionBody, tokenizer: TokenizerLike) -> tuple[Prompt, ...]:
+    """A string, a list of strings, token ids, or a list of lists of token ids."""
+    raw = body.prompt
+    if isinstance(raw, str):
+        raw = [raw]
+    if not raw:
+        raise ApiError(400, "prompt=[]: send at least one prompt", param="prompt")
+    if len(raw) > _MAX_PROMPTS and not isinstance(raw[0], int):
+        raise ApiError(400, f"prompt: {len(raw)} prompts in one request; send at most {_MAX_PROMPTS}", param="prompt")
+    if all(isinstance(item, int) for item in raw):
+        return (_of_ids([item for item in raw if isinstance(item, int)]),)
+    prompts = []
+    for index, item in enumerate(raw):
+        if isinstance(item, str):
+            prompts.append(_of_text(item, tokenizer))
+        elif isinstance(item, list):
+            prompts.append(_of_ids(item))
+        else:
+            raise ApiError(
+                400,
+                f"prompt[{index}]={item!r}: token ids and texts are mixed; send texts, or one list of ids a prompt",
+                param="prompt",
+            )
+    return tuple(prompts)
+
+
+def chat_prompt(body: ChatBody, tokenizer: TokenizerLike, *, takes_tools: bool) -> Prompt:
+    """The conversation through the model's chat template."""
+    if not body.messages:
+        raise ApiError(400, "messages=[]: send at least one message", param="messages")
+    messages = [_message(index, message) for index, message in enumerate(body.messages)]
+    if body.tools and not takes_tools:
+        raise ApiError(
+            400,
+            f"tools: {len(body.tools)} were sent and the chat template of this model knows no tools; leave them out, "
+            "or serve a model whose template does",
+            param="tools",
+        )
+    if body.tools and body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(
+            400,
+            f"tool_choice={body.tool_choice!r}: a call cannot be enforced here; send 'auto', or leave it out",
+            param="tool_choice",
+        )
+    if body.response_format is not None and body.response_format.type != "text":
+        raise ApiError(
+            400,
+            f"response_format.type={body.response_format.type!r}: answers cannot be constrained here; send 'text', "
+            "or leave it out",
+            param="response_format",
+        )
+    tools = body.tools if body.tool_choice != "none" else None
+    return Prompt(tuple(tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)))
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ApiError(400, f"{where}.role={role!r}: send 'system', 'user', 'assistant' or 'tool'", param=where)
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where}.content={content!r}: send a string, or a list of text parts", param=where)
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(
+                400, f"{where}.content has a part of type {kind!r}: this model reads only text parts", param=where
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _of_text(text: str, tokenizer: TokenizerLike) -> Prompt:
+    token_ids = tuple(tokenizer.encode(text))
+    if not token_ids:
+        raise ApiError(400, f"prompt={text!r} has no tokens: send some text", param="prompt")
+    return Prompt(token_ids, text)
+
+
+def _of_ids(token_ids: Sequence[int]) -> Prompt:
+    if not token_ids:
+        raise ApiError(400, "prompt has a list of 0 token ids: send at least one", param="prompt")
+    return Prompt(tuple(token_ids))

@@ -1,0 +1,260 @@
+"""Answers as the OpenAI API writes them: whole bodies and stream chunks, for completions and for chat."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvferry.engines.mini.api import FinishReason, Output, TokenLogprobs
+from kvferry.engines.mini.server.generate import Job
+from kvferry.engines.mini.server.prompts import TokenizerLike
+from kvferry.http.records import Served
+from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["ChatReply", "Choice", "CompletionReply", "Reply"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one choice has brought so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    account: PromptAccount | None = None
+    timing: HandoffTiming | None = None
+    handoff: HandoffParams | None = None
+
+    def add(self, output: Output) -> None:
+        """Take what a step brought."""
+        self.text.append(output.text)
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.finish_reason = output.finish_reason or self.finish_reason
+        self.stop_reason = output.stop_reason if output.stop_reason is not None else self.stop_reason
+        self.account = output.account or self.account
+        self.timing = output.timing or self.timing
+        self.handoff = output.handoff or self.handoff
+
+
+class Reply:
+    """Gathers a job's outputs and writes them. One a request."""
+
+    object_whole = ""
+    object_chunk = ""
+    id_prefix = ""
+
+    def __init__(self, job: Job, tokenizer: TokenizerLike, engine_id: str) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._engine_id = engine_id
+        self._created = int(time.time())
+        self.choices = [Choice() for _ in range(job.num_choices)]
+
+    # ---- the two ways to answer ----
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        body = {
+            **self._head(self.object_whole),
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self.choices)],
+            "usage": self.usage(),
+        }
+        return body | self._tail()
+
+    def chunk(self, index: int, output: Output) -> bytes | None:
+        """What a step added to a choice, as a server-sent event; None if there is nothing to show yet.
+
+        The last event of a stream without `include_usage` carries `kvferry` and `kv_transfer_params`.
+        """
+        first = not self.choices[index].token_ids and not self.choices[index].text
+        self.choices[index].add(output)
+        if not (output.text or output.logprobs or output.finish_reason or first or self._job.return_token_ids):
+            return None
+        delta = self._chunk_choice(index, output, first)
+        body = {**self._head(self.object_chunk), "choices": [delta]}
+        if self._job.include_usage:
+            body["usage"] = None
+        elif all(choice.finish_reason for choice in self.choices):
+            body |= self._tail()
+        return _event(body)
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        if not self._job.include_usage:
+            return DONE
+        body = {**self._head(self.object_chunk), "choices": [], "usage": self.usage(), **self._tail()}
+        return _event(body) + DONE
+
+    # ---- what is common ----
+
+    def served(self) -> Served:
+        """How the prompts were served, as far as is known. Choice 0 of each prompt tells; with several, sums."""
+        firsts = self.choices[:: len(self._job.samplings)]
+        accounts = [choice.account for choice in firsts if choice.account is not None]
+        timings = [choice.timing for choice in firsts if choice.timing is not None]
+        params = self._job.handoff
+        given = next((choice.handoff for choice in firsts if choice.handoff is not None), None)
+        from_other = params is not None and params.do_remote_prefill
+        for_other = params is not None and params.do_remote_decode
+        mode = (given.transfer_mode if given else None) or (params.transfer_mode if params else None)
+        return Served.of(
+            _sum_accounts(accounts),
+            timings[0] if timings else None,
+            why=self._job.why,
+            mode=mode,
+            prefill=params.remote_engine_id if params is not None and from_other else self._engine_id,
+            decode=None if for_other else self._engine_id,
+        )
+
+    def usage(self) -> dict[str, Any]:
+        """Prompts count once each, answers all. `cached_tokens`: not computed here, wherever their KV came from."""
+        served = self.served()
+        num_completion = sum(len(choice.token_ids) for choice in self.choices)
+        return {
+            "prompt_tokens": self._job.num_prompt_tokens,
+            "completion_tokens": num_completion,
+            "total_tokens": self._job.num_prompt_tokens + num_completion,
+            "prompt_tokens_details": {"cached_tokens": served.cached + served.handed_over},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.id_prefix}{self._job.request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._job.model,
+        }
+
+    def _tail(self) -> dict[str, Any]:
+        tail: dict[str, Any] = {"kvferry": msgspec.to_builtins(self.served())}
+        handoff = self.choices[0].handoff
+        if handoff is not None:
+            tail["kv_transfer_params"] = handoff.to_dict()
+        return tail
+
+    def _finish(self, choice: Choice | Output) -> dict[str, Any]:
+        reason = choice.finish_reason.value if choice.finish_reason else None
+        return {"finish_reason": reason, "stop_reason": choice.stop_reason}
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionReply(Reply):
+    """/v1/completions."""
+
+    object_whole = object_chunk = "text_completion"
+    id_prefix = "cmpl-"
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        echoed = self._echoed(index)
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs, len(echoed))
+        body = {"index": index, "text": echoed + "".join(choice.text), "logprobs": logprobs, **self._finish(choice)}
+        if self._job.return_token_ids:
+            body |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt(index)}
+        return body
+
+    def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
+        echoed = self._echoed(index) if first else ""
+        so_far = "".join(self.choices[index].text)
+        offset = len(self._echoed(index)) + len(so_far) - len(output.text)
+        logprobs = self._logprobs(output.token_ids, output.logprobs, offset)
+        body = {"index": index, "text": echoed + output.text, "logprobs": logprobs, **self._finish(output)}
+        if self._job.return_token_ids:
+            body["token_ids"] = output.token_ids
+            if first:
+                body["prompt_token_ids"] = self._prompt(index)
+        return body
+
+    def _prompt(self, index: int) -> tuple[int, ...]:
+        return self._job.prompts[index // len(self._job.samplings)].token_ids
+
+    def _echoed(self, index: int) -> str:
+        if not self._job.echo:
+            return ""
+        prompt = self._job.prompts[index // len(self._job.samplings)]
+        return prompt.text if prompt.text is not None else self._tokenizer.decode(list(prompt.token_ids))
+
+    def _logprobs(self, token_ids: Any, logprobs: Any, offset: int) -> dict[str, Any] | None:
+        if self._job.num_top_logprobs is None:
+            return None
+        texts = [self._token_text(token_id) for token_id in token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        top = [{self._token_text(token_id): value for token_id, value in one.top} for one in logprobs]
+        return {
+            "tokens": texts,
+            "token_logprobs": [one.logprob for one in logprobs],
+            "top_logprobs": top if self._job.num_top_logprobs else None,
+            "text_offset": offsets,
+        }
+
+
+class ChatReply(Reply):
+    """/v1/chat/completions."""
+
+    object_whole = "chat.completion"
+    object_chunk = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.text)}
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+        body = {"index": index, "message": message, "logprobs": logprobs, **self._finish(choice)}
+        if self._job.return_token_ids:
+            body["token_ids"] = choice.token_ids
+        return body
+
+    def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": output.text} if first else {"content": output.text}
+        logprobs = self._logprobs(output.token_ids, output.logprobs)
+        body = {"index": index, "delta": delta, "logprobs": logprobs, **self._finish(output)}
+        if self._job.return_token_ids:
+            body["token_ids"] = output.token_ids
+        return body
+
+    def _logprobs(self, token_ids: Any, logprobs: Any) -> dict[str, Any] | None:
+        if self._job.num_top_logprobs is None:
+            return None
+        pairs = zip(token_ids, logprobs, strict=False)
+        return {
+            "content": [
+                {
+                    **self._logprob(token_id, one.logprob),
+                    "top_logprobs": [self._logprob(*top) for top in one.top] if self._job.num_top_logprobs else [],
+                }
+                for token_id, one in pairs
+            ]
+        }
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _sum_accounts(accounts: list[PromptAccount]) -> PromptAccount:
+    return PromptAccount(
+        handed_over=sum(one.handed_over for one in accounts),
+        cached=sum(one.cached for one in accounts),
+        recomputed=sum(one.recomputed for one in accounts),
+        why="; ".join(dict.fromkeys(one.why for one in accounts if one.why)),
+    )
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
