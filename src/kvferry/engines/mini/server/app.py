@@ -49,9 +49,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     """Token ids in prompts must be below."""
 
-    takes_tools: bool = False
-    """The model's chat template knows tools."""
-
     max_body_bytes: int = 32 << 20
     """A longer body is refused with 413."""
 
@@ -118,10 +115,10 @@ class WorkerServer:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = decode_body(await request.read(), CompletionBody)
-        for name, offered in (("best_of", body.best_of in (None, 1)), ("suffix", not body.suffix)):
-            if not offered:
-                value = getattr(body, name)
-                raise ApiError(400, f"{name}={value!r} is not supported: leave it out", param=name, code="unsupported")
+        if body.best_of not in (None, 1):
+            raise _unsupported("best_of", body.best_of)
+        if body.suffix:
+            raise _unsupported("suffix", body.suffix)
         if body.echo and body.logprobs is not None:
             raise ApiError(
                 400, "echo=True with logprobs: prompt log probabilities are not supported; drop one of them",
@@ -139,7 +136,7 @@ class WorkerServer:
             raise ApiError(
                 400, f"top_logprobs={body.top_logprobs!r} needs logprobs=true: send it too", param="top_logprobs"
             )
-        prompt = chat_prompt(body, self._tokenizer, takes_tools=self._settings.takes_tools)
+        prompt = chat_prompt(body, self._tokenizer)
         room = self._settings.max_model_len - len(prompt.token_ids)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -185,6 +182,8 @@ class WorkerServer:
 
     def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int, num_logprobs: int | None) -> None:
         settings = self._settings
+        if body.prompt_logprobs is not None:
+            raise _unsupported("prompt_logprobs", body.prompt_logprobs)
         if body.model is not None and body.model != settings.model_name:
             raise ApiError(
                 404,
@@ -339,6 +338,10 @@ class WorkerServer:
         self._draining = True
         logger.info("draining open=%d", self._engine.num_open)
         return _json({"state": "draining", "open_requests": self._engine.num_open})
+
+
+def _unsupported(name: str, value: object) -> ApiError:
+    return ApiError(400, f"{name}={value!r} is not supported: leave it out", param=name, code="unsupported")
 
 
 def _json(body: object, unavailable: bool = False) -> web.Response:

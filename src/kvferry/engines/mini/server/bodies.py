@@ -41,6 +41,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     """Answer with `token_ids` in each choice (a name that vLLM gave)."""
     kv_transfer_params: dict[str, Any] | None = None
@@ -55,7 +56,6 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
     best_of: int | None = None
     suffix: str | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
@@ -71,7 +71,6 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
@@ -83,22 +82,24 @@ Body = TypeVar("Body", CompletionBody, ChatBody)
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
     """Check and convert. Raises ApiError 400 with the field, its value, and the remedy."""
     try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_field(raw, str(error)) from error
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(msgspec.json.decode(raw), str(error)) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply: send a flatter one", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(
             400, f"the body is not valid JSON: {error}. Send one JSON object, in UTF-8", code="invalid_json"
         ) from error
 
 
-def _wrong_field(raw: bytes, complaint: str) -> ApiError:
+def _wrong_field(value: Any, complaint: str) -> ApiError:
     what, _, path = complaint.partition(" - at `$")
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
     missing = re.search(r"missing required field `(\w+)`", what)
     if missing and not steps:
         return ApiError(400, f"the body has no {missing[1]!r}: send it", param=missing[1], code="missing_field")
-    value: Any = msgspec.json.decode(raw)
     if not steps:
         return ApiError(400, f"the body is {_shown(value)}: send one JSON object", code="invalid_type")
     for name, index in steps:

@@ -1,6 +1,6 @@
 """Prompts in every form that the API allows, as token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,23 +13,24 @@ _MAX_PROMPTS = 256
 
 
 class TokenizerLike(Protocol):
-    """What the server needs of a tokenizer."""
+    """What the server needs of a tokenizer: see engines.mini.tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a plain text, with the model's leading special token if it has one."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out."""
+        """The text of some tokens, special ones left out."""
         ...
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Ids of a conversation. Raises RequestError if the template refuses it."""
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, for logprobs."""
+        ...
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
+    ) -> str:
+        """A conversation as the model's template writes it. Raises RequestError if the template refuses it."""
         ...
 
 
@@ -67,18 +68,11 @@ def completion_prompts(body: CompletionBody, tokenizer: TokenizerLike) -> tuple[
     return tuple(prompts)
 
 
-def chat_prompt(body: ChatBody, tokenizer: TokenizerLike, *, takes_tools: bool) -> Prompt:
+def chat_prompt(body: ChatBody, tokenizer: TokenizerLike) -> Prompt:
     """The conversation through the model's chat template."""
     if not body.messages:
         raise ApiError(400, "messages=[]: send at least one message", param="messages")
     messages = [_message(index, message) for index, message in enumerate(body.messages)]
-    if body.tools and not takes_tools:
-        raise ApiError(
-            400,
-            f"tools: {len(body.tools)} were sent and the chat template of this model knows no tools; leave them out, "
-            "or serve a model whose template does",
-            param="tools",
-        )
     if body.tools and body.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
@@ -92,8 +86,18 @@ def chat_prompt(body: ChatBody, tokenizer: TokenizerLike, *, takes_tools: bool) 
             "or leave it out",
             param="response_format",
         )
-    tools = body.tools if body.tool_choice != "none" else None
-    return Prompt(tuple(tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)))
+    text = tokenizer.render_chat(messages)
+    if body.tools and body.tool_choice != "none":
+        with_tools = tokenizer.render_chat(messages, tools=body.tools)
+        if with_tools == text:
+            raise ApiError(
+                400,
+                f"tools: {len(body.tools)} were sent and the chat template of this model knows no tools; leave them "
+                "out, or serve a model whose template does",
+                param="tools",
+            )
+        text = with_tools
+    return Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:

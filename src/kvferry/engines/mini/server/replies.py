@@ -144,7 +144,7 @@ class Reply:
         return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
     def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id])
+        return self._tokenizer.token_text(token_id)
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
