@@ -81,9 +81,12 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 @pytest.mark.parametrize(("endpoint", "body", "status", "param", "part"), ONE_OF_EACH, ids=lambda v: str(v)[:50])
 async def test_wrong_bodies(endpoint: str, body: dict[str, Any], status: int, param: str | None, part: str) -> None:
     worker = ScriptedWorker()
-    async with listening(worker) as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/{endpoint}", json=body) as response:
-            error = (await response.json())["error"]
+    async with (
+        listening(worker) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/{endpoint}", json=body) as response,
+    ):
+        error = (await response.json())["error"]
     assert (response.status, error["param"]) == (status, param), error
     assert part in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -92,32 +95,44 @@ async def test_wrong_bodies(endpoint: str, body: dict[str, Any], status: int, pa
 
 @pytest.mark.parametrize("raw", [b"{", b"", b"\xff\xfe", b'{"prompt": NaN}'])
 async def test_bad_json_is_400(raw: bytes) -> None:
-    async with listening() as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/completions", data=raw) as response:
-            error = (await response.json())["error"]
+    async with (
+        listening() as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=raw) as response,
+    ):
+        error = (await response.json())["error"]
     assert (response.status, error["code"]) == (400, "invalid_json")
     assert "not valid JSON" in error["message"]
 
 
 @pytest.mark.parametrize("raw", [b"[" * 5000, b'{"prompt": "x", "kv_transfer_params": ' + b'{"a":' * 5000])
 async def test_a_body_nested_too_deeply_is_400(raw: bytes) -> None:
-    async with listening() as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/completions", data=raw) as response:
-            error = (await response.json())["error"]
+    async with (
+        listening() as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=raw) as response,
+    ):
+        error = (await response.json())["error"]
     assert (response.status, error["message"]) == (400, "the body is nested too deeply: send a flatter one")
 
 
 async def test_a_body_that_is_no_object_is_400() -> None:
-    async with listening() as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/completions", data=b"[1]") as response:
-            error = (await response.json())["error"]
+    async with (
+        listening() as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=b"[1]") as response,
+    ):
+        error = (await response.json())["error"]
     assert (response.status, error["message"]) == (400, "the body is [1]: send one JSON object")
 
 
 async def test_a_body_over_the_limit_is_413() -> None:
-    async with listening(max_body_bytes=1000) as url, aiohttp.ClientSession() as session:
-        async with session.post(f"{url}/v1/completions", json={"prompt": "x" * 2000}) as response:
-            error = (await response.json())["error"]
+    async with (
+        listening(max_body_bytes=1000) as url,
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json={"prompt": "x" * 2000}) as response,
+    ):
+        error = (await response.json())["error"]
     assert (response.status, error["code"]) == (413, "body_too_large")
     assert "1000 are accepted" in error["message"]
 
@@ -131,9 +146,12 @@ async def test_context_length_code_is_openais() -> None:
 
 @pytest.mark.parametrize(("method", "path", "status"), [("get", "/v2/x", 404), ("get", "/v1/completions", 405)])
 async def test_wrong_places_get_openai_bodies(method: str, path: str, status: int) -> None:
-    async with listening() as url, aiohttp.ClientSession() as session:
-        async with session.request(method, url + path) as response:
-            error = (await response.json())["error"]
+    async with (
+        listening() as url,
+        aiohttp.ClientSession() as session,
+        session.request(method, url + path) as response,
+    ):
+        error = (await response.json())["error"]
     assert response.status == status
     assert path in error["message"]
 
@@ -240,9 +258,11 @@ async def test_a_stream_that_fails_says_so_and_does_not_end_as_done() -> None:
             events = (await response.text()).strip().split("\n\n")
         assert "[DONE]" not in events[-1]
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "request_failed"
-    async with listening(ScriptedWorker(failing(2))) as url:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            stream = await client.completions.create(model="tiny", prompt="Hi", stream=True)
-            with pytest.raises(openai.APIError, match="peer lost"):
-                async for _ in stream:
-                    pass
+    async with (
+        listening(ScriptedWorker(failing(2))) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        stream = await client.completions.create(model="tiny", prompt="Hi", stream=True)
+        with pytest.raises(openai.APIError, match="peer lost"):
+            async for _ in stream:
+                pass
