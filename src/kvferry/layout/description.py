@@ -6,6 +6,8 @@ Nothing here is "in the same order as yours": layers, parts and axes have names,
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.layout import checks
+
 __all__ = ["Axis", "CacheGroup", "CacheKind", "CacheLayout", "MemoryKind", "Paging", "Rank", "Region", "Tensor"]
 
 
@@ -38,6 +40,9 @@ class Region:
     kind: MemoryKind = MemoryKind.DRAM
     device: int = 0
 
+    def __post_init__(self) -> None:
+        checks.check_region(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -51,6 +56,9 @@ class Axis:
     atomic: bool = False
     """Moved whole, never cut: an opaque packing. Both sides must hold the same range."""
 
+    def __post_init__(self) -> None:
+        checks.check_axis(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Paging:
@@ -63,6 +71,9 @@ class Paging:
     num_blocks: int
     block_stride_bytes: int
     token_stride_bytes: int | None
+
+    def __post_init__(self) -> None:
+        checks.check_paging(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,9 @@ class Tensor:
     paging: Paging
     axes: tuple[Axis, ...]
 
+    def __post_init__(self) -> None:
+        checks.check_tensor(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
@@ -95,6 +109,11 @@ class CacheGroup:
     block_tokens: int
     """Tokens a block; for a STATE group 1 slot holds one state and this is 0."""
     window_tokens: int | None = None
+    """How many of the last tokens the layers can look back on, the next one to compute included. Also allowed for a
+    FULL group: every block is kept, though only these are needed (a hybrid model without the hybrid allocator)."""
+
+    def __post_init__(self) -> None:
+        checks.check_group(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +130,22 @@ class Rank:
     cp_run_tokens: int = 1
     """Context parallelism deals the token axis out in runs of this many tokens."""
 
+    def __post_init__(self) -> None:
+        checks.check_rank(self)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """One rank's whole cache. Checks itself when made."""
+    """One rank's whole cache. Checks itself when made: raises MalformedMessage with the place and the value.
+
+    Tensors of one group share no byte, but for layers that share another layer's cache: those lie exactly on top of
+    each other. Tensors of different groups may share pages: a block id belongs to one group at a time.
+    """
 
     rank: Rank
     regions: tuple[Region, ...]
     groups: tuple[CacheGroup, ...]
     tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        checks.check_layout(self)

@@ -1,0 +1,306 @@
+"""Staging: where the bytes of a hand-off lie in one long buffer, and how each side copies them from or to its cache.
+
+Short runs are slow on every wire. A staged transfer packs them into a buffer on one side, moves the buffer as one long
+run, and unpacks it on the other. The order in the buffer is the same on both sides and depends on the edge alone:
+slices in the order of the edge; in a slice the axes that lie outside the token axis in the *source*, then tokens by
+position, then the other axes (each group by falling source stride). Packing a block is then a plain copy.
+
+Nothing here touches memory. A PackPlan is a handful of strided boxes, whatever the number of short runs: it costs time
+by the number of blocks and slices only. transport's packer executes boxes with torch; tests do with numpy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.boxes import Box, GroupPair
+from kvferry.layout.planning import moves
+from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, check_held, check_span, holder, segments
+
+if TYPE_CHECKING:
+    from kvferry.layout.pairing import Edge
+
+__all__ = ["PackBox", "PackPlan", "Side", "StagedPlan", "pack_plan", "plan_staged", "spans"]
+
+Int64s = npt.NDArray[np.int64]
+Fold = tuple[int, int, int]
+"""(count, memory stride, staging stride), in bytes."""
+
+ALIGN_BYTES = 64
+"""Each slice begins at a multiple of this in staging, so that packers may copy wide words."""
+MAX_PERIOD = 8
+
+
+class Side(StrEnum):
+    """Whose cache a pack plan reads (source) or writes (destination)."""
+
+    SOURCE = "source"
+    DESTINATION = "destination"
+
+
+@dataclass(frozen=True, slots=True)
+class PackBox:
+    """`run_bytes` long pieces, repeated over `dims` and over a list of blocks.
+
+    Memory of piece (i, j, ...) of the b-th block = offset + block_ids[b] * block_stride + sum(index * memory stride),
+    from the start of `region`; in staging = staging_offset + b * staging_block_stride + sum(index * staging stride).
+    Pieces of one plan never overlap, in staging nor in memory. `dims` are outermost first in staging.
+    """
+
+    region: int
+    offset: int
+    block_ids: Int64s
+    block_stride: int
+    dims: tuple[Fold, ...]
+    run_bytes: int
+    staging_offset: int
+    staging_block_stride: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the box copies."""
+        total = self.run_bytes * len(self.block_ids)
+        for count, _, _ in self.dims:
+            total *= count
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """How one side copies between its cache and staging memory."""
+
+    side: Side
+    boxes: tuple[PackBox, ...]
+    num_bytes: int
+    """Length of the staging buffer: the one long run. Equal on both sides."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """What the boxes copy; less than num_bytes by the padding between slices."""
+        return sum(box.num_bytes for box in self.boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPlan:
+    """Both sides' plans, for who knows both block tables."""
+
+    source: PackPlan
+    destination: PackPlan
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the staging buffer."""
+        return self.source.num_bytes
+
+
+def plan_staged(
+    edge: "Edge",
+    source_tables: Sequence[BlockTable],
+    destination_tables: Sequence[BlockTable],
+    wanted: TokenRange,
+    *,
+    end: int | None = None,
+) -> StagedPlan:
+    """Both pack plans; arguments and errors are those of planning.plan."""
+    found = spans(edge, source_tables, destination_tables, wanted, end=end)
+    return StagedPlan(
+        pack_plan(edge, Side.SOURCE, source_tables, found), pack_plan(edge, Side.DESTINATION, destination_tables, found)
+    )
+
+
+def spans(
+    edge: "Edge",
+    source_tables: Sequence[BlockTable],
+    destination_tables: Sequence[BlockTable],
+    wanted: TokenRange,
+    *,
+    end: int | None = None,
+) -> tuple[Span, ...]:
+    """What each group pair of the edge moves: all that the other side has to be told to make its own pack plan.
+
+    In the order of `edge.compiled.pairs`, which both sides compute alike. Errors as planning.plan.
+    """
+    found = {move.pair: move.span for move in moves(edge, source_tables, destination_tables, wanted, end=end)}
+    return tuple(found.get(pair, Span(0, 0, False)) for pair in edge.compiled.pairs)
+
+
+def pack_plan(edge: "Edge", side: Side, tables: Sequence[BlockTable], told: Sequence[Span]) -> PackPlan:
+    """One side's plan, from its own tables and the spans. `told` and `tables` may come from a peer.
+
+    Raises MalformedMessage where they do not fit the edge or each other.
+    """
+    layout = edge.source if side is Side.SOURCE else edge.destination
+    check_span(edge, told)
+    by_pair: dict[GroupPair, tuple[Span, Holder, Segments]] = {}
+    for pair, span in zip(edge.compiled.pairs, told, strict=True):
+        if span.moved:
+            mine = holder(side, layout, tables, pair.source if side is Side.SOURCE else pair.destination)
+            check_held(pair, mine, span)
+            by_pair[pair] = (span, mine, _stretches(edge, side, pair, mine, span))
+    boxes: list[PackBox] = []
+    at = 0
+    for group in _alike(edge, side, by_pair):
+        pair, first = group[0]
+        stretch = by_pair[pair][2]
+        size, made = _boxes(edge, side, pair, first, stretch)
+        size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        for indices, dims in _folds([_memory(side, box) for _, box in group], size):
+            shift = _memory(side, group[indices][1]) - _memory(side, first)
+            boxes += [
+                replace(
+                    box,
+                    offset=box.offset + shift,
+                    dims=dims + box.dims,
+                    staging_offset=at + indices * size + box.staging_offset,
+                )
+                for box in made
+            ]
+        at += size * len(group)
+    return PackPlan(side, tuple(boxes), at)
+
+
+def _memory(side: Side, box: Box) -> int:
+    return box.source if side is Side.SOURCE else box.destination
+
+
+def _stretches(edge: "Edge", side: Side, pair: GroupPair, mine: Holder, span: Span) -> Segments:
+    """This side's tokens of the span, cut at its own block boundaries only; in the source's columns for a source."""
+    other = (edge.destination if side is Side.SOURCE else edge.source).rank
+    # The other side's blocks do not matter to us: it looks like one block that holds everything.
+    block_tokens = mine.block_tokens if pair.whole or pair.state else MAX_TOKENS
+    ids = np.zeros(1, np.int64)
+    if pair.whole and not pair.state:
+        ids, first = np.zeros(len(mine.ids), np.int64), mine.first_token
+    else:
+        first = mine.first_token if pair.state else 0
+    theirs = Holder("other", ids, first, block_tokens, other.cp_rank, other.cp_size, other.cp_run_tokens)
+    if side is Side.SOURCE:
+        return segments(pair, mine, theirs, span)
+    return segments(pair, theirs, mine, span)
+
+
+def _alike(
+    edge: "Edge", side: Side, by_pair: dict[GroupPair, tuple[Span, Holder, Segments]]
+) -> Iterator[list[tuple[GroupPair, Box]]]:
+    """Slices that follow each other in staging and differ in their memory offset only."""
+    layout = edge.source if side is Side.SOURCE else edge.destination
+    group: list[tuple[GroupPair, Box]] = []
+    last: object = None
+    for pair, box in edge.compiled.boxes:
+        if pair not in by_pair or not len(by_pair[pair][2]):
+            continue
+        piece = edge.slices[box.index]
+        tensor = layout.tensors[piece.source_tensor if side is Side.SOURCE else piece.destination_tensor]
+        key = (pair, box.run, box.dims, box.token, tensor.region, tensor.paging.block_stride_bytes)
+        if group and key != last:
+            yield group
+            group = []
+        group.append((pair, box))
+        last = key
+    if group:
+        yield group
+
+
+def _folds(offsets: list[int], size: int) -> Iterator[tuple[int, tuple[Fold, ...]]]:
+    """Offsets of slices as few arithmetic progressions: (index of the first, its dims), all of one shape."""
+    count = len(offsets)
+    for period in range(1, min(MAX_PERIOD, count) + 1):
+        if count % period:
+            continue
+        step = offsets[period] - offsets[0] if count > period else 0
+        if step < 0 or any(b - a != step for a, b in zip(offsets, offsets[period:], strict=False)):
+            continue
+        outer: tuple[Fold, ...] = ((count // period, step, period * size),) if count > period else ()
+        if period == 1:
+            yield 0, outer
+        elif period == 2 and offsets[1] > offsets[0]:
+            yield 0, (*outer, (2, offsets[1] - offsets[0], size))
+        else:
+            for index in range(period):
+                yield index, outer
+        return
+    for index in range(count):
+        yield index, ()
+
+
+def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segments) -> tuple[int, list[PackBox]]:
+    """The bytes of one slice in staging, and its boxes there, as if the slice began at 0."""
+    piece = edge.slices[box.index]
+    layout = edge.source if side is Side.SOURCE else edge.destination
+    tensor = layout.tensors[piece.source_tensor if side is Side.SOURCE else piece.destination_tensor]
+    own = 1 if side is Side.SOURCE else 2
+    blocks, tokens = (
+        (stretch.source_block, stretch.source_token)
+        if side is Side.SOURCE
+        else (stretch.destination_block, stretch.destination_token)
+    )
+    total = int(stretch.count.sum())
+    # The source's strides order both sides' staging.
+    split = box.token[0] if box.token is not None else MAX_TOKENS
+    ordered = sorted((dim for dim in box.dims if dim[0] > 1), key=lambda dim: -dim[1])
+    inner: list[Fold] = []
+    width = box.run
+    for dim in reversed([dim for dim in ordered if dim[1] <= split]):
+        inner.insert(0, (dim[0], dim[own], width))
+        width *= dim[0]
+    token_staging = width
+    width *= total
+    outer: list[Fold] = []
+    for dim in reversed([dim for dim in ordered if dim[1] > split]):
+        outer.insert(0, (dim[0], dim[own], width))
+        width *= dim[0]
+    token_memory = 0 if box.token is None else box.token[own - 1]
+    made: list[PackBox] = []
+    for rows, token, count in _alike_stretches(tokens, stretch.count):
+        begins = (np.cumsum(stretch.count) - stretch.count)[rows]
+        for some, step in _progressions(begins):
+            dims = [*outer, *([(count, token_memory, token_staging)] if count > 1 else []), *inner]
+            run, dims = _contiguous(box.run, dims)
+            made.append(
+                PackBox(
+                    region=tensor.region,
+                    offset=_memory(side, box) + token * token_memory,
+                    block_ids=blocks[rows][some],
+                    block_stride=tensor.paging.block_stride_bytes,
+                    dims=tuple(dims),
+                    run_bytes=run,
+                    staging_offset=int(begins[some][0]) * token_staging,
+                    staging_block_stride=step * token_staging,
+                )
+            )
+    return width, made
+
+
+def _contiguous(run: int, dims: list[Fold]) -> tuple[int, list[Fold]]:
+    """Draw the innermost dims into the run, while they follow on without a gap in memory and in staging."""
+    while dims and dims[-1][1] == dims[-1][2] == run:
+        run *= dims[-1][0]
+        dims = dims[:-1]
+    return run, dims
+
+
+def _alike_stretches(tokens: Int64s, counts: Int64s) -> Iterator[tuple[Int64s, int, int]]:
+    """Rows of stretches that begin at the same token of a block and are equally long."""
+    keys, inverse = np.unique(np.stack((tokens, counts)), axis=1, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    for number in range(keys.shape[1]):
+        yield np.flatnonzero(inverse == number), int(keys[0, number]), int(keys[1, number])
+
+
+def _progressions(begins: Int64s) -> Iterator[tuple[slice, int]]:
+    """Cut into stretches of rows with constant steps."""
+    first = 0
+    while first < len(begins):
+        if first + 1 == len(begins):
+            yield slice(first, first + 1), 0
+            return
+        step = int(begins[first + 1] - begins[first])
+        odd = np.flatnonzero(np.diff(begins[first:]) != step)
+        last = first + int(odd[0]) + 1 if len(odd) else len(begins)
+        yield slice(first, last), step
+        first = last

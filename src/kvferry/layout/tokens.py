@@ -1,0 +1,319 @@
+"""Positions: which stretch of tokens of one request lies in which block on both sides.
+
+Everything goes by absolute position. Tables may come from a peer: every id and position is checked here before it is
+used, and a fault is a MalformedMessage with the value and the range.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import MalformedMessage
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.boxes import GroupPair
+from kvferry.layout.description import CacheLayout, Rank
+
+if TYPE_CHECKING:
+    from kvferry.layout.pairing import Edge
+
+__all__ = ["MAX_TOKENS", "Holder", "Segments", "Span", "check_held", "check_span", "holder", "segments", "shared_span"]
+
+Int64s = npt.NDArray[np.int64]
+MAX_TOKENS = 1 << 40
+"""No position is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens [start, stop) of one group pair that are moved. For states: [n, n) and `moved` says whether."""
+
+    start: int
+    stop: int
+    moved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Stretches of tokens, each inside one block on both sides, in the order of their positions.
+
+    Four numbers place a stretch: block id and token in the block, on both sides; `count` tokens long. For whole
+    blocks the tokens are 0 and the count is 1 (block).
+    """
+
+    source_block: Int64s
+    source_token: Int64s
+    destination_block: Int64s
+    destination_token: Int64s
+    count: Int64s
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One side's checked table of one group, and where the tokens of its rank are."""
+
+    side: str
+    ids: Int64s
+    first_token: int
+    block_tokens: int
+    """0 for a state."""
+    cp_rank: int
+    cp_size: int
+    cp_run: int
+
+    @property
+    def first_local(self) -> int:
+        """How many tokens of this rank come before the table's first one."""
+        return int(self.local(np.array([self.first_token], np.int64))[0])
+
+    @property
+    def end(self) -> int:
+        """The first position of this rank that the table does not hold."""
+        if self.cp_size == 1:
+            return self.first_token + len(self.ids) * self.block_tokens
+        last = self.first_local + len(self.ids) * self.block_tokens
+        return int(self.position(np.array([last], np.int64))[0])
+
+    def local(self, positions: Int64s) -> Int64s:
+        """How many of this rank's tokens come before each position."""
+        if self.cp_size == 1:
+            return positions
+        dealt, rest = np.divmod(positions, self.cp_size * self.cp_run)
+        held: Int64s = dealt * self.cp_run + np.clip(rest - self.cp_rank * self.cp_run, 0, self.cp_run)
+        return held
+
+    def position(self, local: Int64s) -> Int64s:
+        """The absolute position of this rank's i-th token."""
+        if self.cp_size == 1:
+            return local
+        dealt, rest = np.divmod(local, self.cp_run)
+        return dealt * (self.cp_size * self.cp_run) + self.cp_rank * self.cp_run + rest
+
+    def owns(self, positions: Int64s) -> npt.NDArray[np.bool_]:
+        """Whether each position is one of this rank's."""
+        mine: npt.NDArray[np.bool_] = (positions // self.cp_run) % self.cp_size == self.cp_rank
+        return mine
+
+    def block_starts(self, start: int, stop: int) -> Int64s:
+        """Absolute positions in (start, stop) at which one of this table's blocks begins."""
+        low, high = (int(n) for n in self.local(np.array([start, stop], np.int64)))
+        phase = self.first_local % self.block_tokens
+        first = low + (phase - low) % self.block_tokens
+        return self.position(np.arange(first, high, self.block_tokens, dtype=np.int64))
+
+    def run_starts(self, start: int, stop: int) -> Int64s:
+        """Absolute positions in [start, stop) at which the deal passes to another rank."""
+        if self.cp_size == 1:
+            return np.empty(0, np.int64)
+        return np.arange(-(-start // self.cp_run) * self.cp_run, stop, self.cp_run, dtype=np.int64)
+
+
+def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: int) -> Holder:
+    """Find and check the table of one group. Raises MalformedMessage; `side` is for its text."""
+    found: BlockTable | None = None
+    for table in tables:
+        if not 0 <= table.group < len(layout.groups):
+            raise MalformedMessage(
+                f"{side} block table: group is {table.group!r}; the layout has {len(layout.groups)} groups"
+            )
+        if table.group == group:
+            if found is not None:
+                raise MalformedMessage(f"{side} block table: group {group} has two tables")
+            found = table
+    if found is None:
+        raise MalformedMessage(f"{side} block table: group {group} has none")
+    if not 0 <= found.first_token <= MAX_TOKENS:
+        raise MalformedMessage(
+            f"{side} block table of group {group}: first_token is {found.first_token!r}; 0 to {MAX_TOKENS} are allowed"
+        )
+    limit = min(tensor.paging.num_blocks for tensor in layout.tensors if tensor.group == group)
+    rank = layout.rank
+    return Holder(
+        side=side,
+        ids=_checked_ids(side, found, limit),
+        first_token=found.first_token,
+        block_tokens=layout.groups[group].block_tokens,
+        **_deal(rank),
+    )
+
+
+def _deal(rank: Rank) -> dict[str, int]:
+    return {"cp_rank": rank.cp_rank, "cp_size": rank.cp_size, "cp_run": rank.cp_run_tokens if rank.cp_size > 1 else 1}
+
+
+def _checked_ids(side: str, table: BlockTable, limit: int) -> Int64s:
+    where = f"{side} block table of group {table.group}"
+    try:
+        ids = np.asarray(table.block_ids, np.int64).reshape(-1) if len(table.block_ids) else np.empty(0, np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise MalformedMessage(f"{where}: block ids must be whole numbers below 2**63: {error}") from error
+    if len(ids):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= limit:
+            raise MalformedMessage(f"{where}: block id {low if low < 0 else high} is not in [0, {limit})")
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice):
+            raise MalformedMessage(f"{where}: block id {int(twice[0])} is there twice")
+    return ids
+
+
+def shared_span(
+    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int
+) -> Span:
+    """Which tokens of this group pair move. Raises MalformedMessage where a needed one has no block on either side.
+
+    `end` is where the destination will go on computing: windows are judged, and states are due, there.
+    """
+    if pair.state:
+        return _shared_state(edge, pair, source, destination, wanted, end)
+    start = max(wanted.start, source.first_token, destination.first_token)
+    stop = max(start, min(wanted.stop, source.end, destination.end))
+    window = edge.destination.groups[pair.destination].window_tokens
+    needed = wanted.start if window is None else max(wanted.start, min(wanted.stop, end - window + 1))
+    for low, high in ((needed, min(start, wanted.stop)), (max(stop, needed), wanted.stop)):
+        missing = _first_common(source, destination, low, high)
+        if missing is not None:
+            raise MalformedMessage(_missing(edge, pair, source, destination, missing, TokenRange(needed, wanted.stop)))
+    return Span(start, stop, stop > start)
+
+
+def _shared_state(
+    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int
+) -> Span:
+    if wanted.stop < end or wanted.stop <= wanted.start:
+        return Span(end, end, False)
+    for side, group in ((source, pair.source), (destination, pair.destination)):
+        if len(side.ids) != 1:
+            raise MalformedMessage(
+                f"{side.side} block table of state group {group}: {len(side.ids)} slots; a request's state has one"
+            )
+        if side.first_token != end:
+            layer = next(
+                s.layer for s in edge.slices if edge.destination.tensors[s.destination_tensor].group == pair.destination
+            )
+            raise MalformedMessage(
+                f"layer {layer!r}: the {side.side}'s state is the one after token {side.first_token}; "
+                f"the one after token {end} is needed. Compute the same prompt tokens on prefill as decode wants"
+            )
+    return Span(end, end, True)
+
+
+def _first_common(source: Holder, destination: Holder, start: int, stop: int) -> int | None:
+    """The first position in [start, stop) that belongs to both ranks."""
+    if start >= stop:
+        return None
+    if source.cp_size == destination.cp_size == 1:
+        return start
+    marks = np.unique(np.concatenate(([start], source.run_starts(start, stop), destination.run_starts(start, stop))))
+    common = marks[source.owns(marks) & destination.owns(marks)]
+    return int(common[0]) if len(common) else None
+
+
+def _missing(
+    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, position: int, needed: TokenRange
+) -> str:
+    piece = next(
+        s
+        for s in edge.slices
+        if edge.destination.tensors[s.destination_tensor].group == pair.destination
+        and edge.source.tensors[s.source_tensor].group == pair.source
+    )
+    lacking, group = (
+        (source, pair.source) if not source.first_token <= position < source.end else (destination, pair.destination)
+    )
+    return (
+        f"layer {piece.layer!r}: tokens [{needed.start}, {needed.stop}) are needed, and the {lacking.side} block table "
+        f"of group {group} holds [{lacking.first_token}, {lacking.end}): token {position} has no block"
+    )
+
+
+def check_span(edge: "Edge", told: Sequence[Span]) -> None:
+    """Spans that a peer told us: as many as group pairs, inside the positions that exist. Else MalformedMessage."""
+    pairs = edge.compiled.pairs
+    if len(told) != len(pairs):
+        raise MalformedMessage(f"{len(told)} token spans for {len(pairs)} pairs of cache groups")
+    for span in told:
+        if not 0 <= span.start <= span.stop <= MAX_TOKENS:
+            raise MalformedMessage(f"token span [{span.start}, {span.stop}) is not inside [0, {MAX_TOKENS}]")
+
+
+def check_held(pair: GroupPair, mine: Holder, span: Span) -> None:
+    """Raise MalformedMessage unless the table has a block for every token of the span."""
+    if pair.state:
+        if len(mine.ids) != 1 or mine.first_token != span.start:
+            raise MalformedMessage(
+                f"{mine.side} block table of a state has {len(mine.ids)} slots, of token {mine.first_token}; "
+                f"one slot, of token {span.start}, is needed"
+            )
+    elif not mine.first_token <= span.start <= span.stop <= mine.end:
+        raise MalformedMessage(
+            f"{mine.side} block table holds tokens [{mine.first_token}, {mine.end}); "
+            f"[{span.start}, {span.stop}) are needed"
+        )
+
+
+def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -> Segments:
+    """Cut a span at every block boundary of both sides. Positions are checked already (shared_span)."""
+    if pair.state:
+        zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+        return Segments(source.ids[:1], zero, destination.ids[:1], zero, one)
+    if pair.whole:
+        return _whole_blocks(source, destination, span)
+    start, stop = span.start, span.stop
+    marks = [source.block_starts(start, stop), destination.block_starts(start, stop)]
+    same_deal = (source.cp_size, source.cp_run) == (destination.cp_size, destination.cp_run)
+    if not same_deal or source.cp_rank != destination.cp_rank:
+        marks += [source.run_starts(start, stop), destination.run_starts(start, stop)]
+    first = source.position(source.local(np.array([start], np.int64))) if same_deal else np.array([start], np.int64)
+    begin = np.unique(np.concatenate((first, *marks)))
+    begin = begin[begin < stop]
+    finish = np.append(begin[1:], stop)[: len(begin)]
+    if source.cp_size > 1 or destination.cp_size > 1:
+        keep = source.owns(begin) & destination.owns(begin)
+        begin, finish = begin[keep], finish[keep]
+    source_local = source.local(begin) - source.first_local
+    destination_local = destination.local(begin) - destination.first_local
+    count = source.local(finish) - source.local(begin)
+    source_index, source_token = np.divmod(source_local, source.block_tokens)
+    destination_index, destination_token = np.divmod(destination_local, destination.block_tokens)
+    if len(count) > 1:
+        # Stretches that follow on inside both blocks (dealt tokens do) become one.
+        follows = (
+            (source_local[:-1] + count[:-1] == source_local[1:])
+            & (destination_local[:-1] + count[:-1] == destination_local[1:])
+            & (source_token[1:] != 0)
+            & (destination_token[1:] != 0)
+        )
+        if follows.any():
+            heads = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+            count = np.add.reduceat(count, heads)
+            source_index, source_token = source_index[heads], source_token[heads]
+            destination_index, destination_token = destination_index[heads], destination_token[heads]
+    return Segments(
+        source.ids[source_index], source_token, destination.ids[destination_index], destination_token, count
+    )
+
+
+def _whole_blocks(source: Holder, destination: Holder, span: Span) -> Segments:
+    """Blocks that hold any token of the span, whole. Both sides deal and cut alike (checked by pairing)."""
+    if source.cp_rank != destination.cp_rank:
+        empty = np.empty(0, np.int64)
+        return Segments(empty, empty, empty, empty, empty)
+    offset = source.first_local - destination.first_local
+    if offset % source.block_tokens:
+        raise MalformedMessage(
+            f"blocks that move whole begin at token {source.first_token} on the source and at "
+            f"{destination.first_token} on the destination: not a multiple of {source.block_tokens} apart"
+        )
+    low, high = (int(n) for n in source.local(np.array([span.start, span.stop], np.int64)))
+    first = (low - source.first_local) // source.block_tokens
+    last = -(-(high - source.first_local) // source.block_tokens)
+    index = np.arange(first, last, dtype=np.int64)
+    zeros = np.zeros(len(index), np.int64)
+    return Segments(source.ids[index], zeros, destination.ids[index + offset // source.block_tokens], zeros, zeros + 1)
