@@ -1,0 +1,192 @@
+"""Who has which cache block: reference counts, prefix caching, blocks lent to the connector. Numbers only, no memory.
+
+A block is in exactly one of these states; `check` proves it:
+
+* used     one or more requests, or transfers that hold it, refer to it
+* cached   nobody refers to it, but its content is known by hash and may be used again; the oldest goes first
+* clean    nothing in it is worth anything
+
+Block 0 is in none: it stays zero (see cache.py).
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+import numpy as np
+
+from kvferry.ids import TransferId
+
+__all__ = ["BlockHash", "BlockManager", "chain_hashes", "num_runs"]
+
+BlockHash = NewType("BlockHash", bytes)
+"""Of a block's tokens and of all blocks before it."""
+
+HASH_DOMAIN = b"kvferry block hash 1"
+
+
+def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: int) -> None:
+    """Extend `known` to one hash for each whole block of `tokens`.
+
+    SHA-256: the same in every process, and nobody can make another user's prompt collide with his own.
+    """
+    parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little")
+    for start in range(len(known) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        body = np.asarray(tokens[start : start + block_tokens], dtype="<i8").tobytes()
+        parent = BlockHash(hashlib.sha256(parent + body).digest())
+        known.append(BlockHash(parent))
+
+
+def num_runs(block_ids: Sequence[int]) -> int:
+    """In how many runs of neighbours these blocks lie."""
+    return sum(1 for i, block in enumerate(block_ids) if i == 0 or block != block_ids[i - 1] + 1)
+
+
+class BlockManager:
+    """Called on the engine's thread only."""
+
+    def __init__(self, num_blocks: int, *, prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self._prefix_caching = prefix_caching
+        self._references = [0] * num_blocks
+        self._clean = np.ones(num_blocks, dtype=np.bool_)
+        self._clean[0] = False
+        self._num_clean = num_blocks - 1
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._by_hash: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+        self._held: dict[TransferId, list[int]] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """All that requests can ever have."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Clean and cached ones."""
+        return self._num_clean + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """References that transfers hold, of requests that are gone or have given up on them."""
+        return sum(len(blocks) for blocks in self._held.values())
+
+    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The longest chain of known blocks. Does not take them."""
+        found = []
+        for key in hashes:
+            block = self._by_hash.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def fits(self, known: Sequence[int], num_fresh: int) -> bool:
+        """Whether `take(known)` and then `allocate(num_fresh)` will succeed."""
+        return num_fresh <= self.num_free - sum(1 for block in known if self._references[block] == 0)
+
+    def take(self, known: Sequence[int]) -> None:
+        """Refer to blocks that `find` found."""
+        for block in known:
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """Fresh blocks, in as few runs as can be; `after`: the request's last block, to grow behind it.
+
+        The caller has asked `fits`. Content is whatever was there: see KVCache.clear.
+        """
+        assert count <= self.num_free, f"{count} blocks allocated where {self.num_free} are free"
+        while self._num_clean < count:
+            self._forget(next(iter(self._cached)))
+        blocks: list[int] = []
+        if after is not None:
+            while len(blocks) < count and after + 1 < self.num_blocks and self._clean[after + 1]:
+                after += 1
+                self._claim(blocks, range(after, after + 1))
+        while len(blocks) < count:
+            self._claim(blocks, self._best_run(count - len(blocks), growing=after is not None))
+        return blocks
+
+    def _best_run(self, count: int, *, growing: bool) -> range:
+        """The shortest run that is long enough, else the longest one; for a request that grows, always the longest."""
+        clean = np.flatnonzero(self._clean)
+        cuts = np.flatnonzero(np.diff(clean) != 1) + 1
+        starts = clean[np.concatenate(([0], cuts))]
+        lengths = np.diff(np.concatenate(([0], cuts, [len(clean)])))
+        enough = np.flatnonzero(lengths >= count)
+        best = enough[np.argmin(lengths[enough])] if len(enough) and not growing else np.argmax(lengths)
+        start = int(starts[best])
+        return range(start, start + min(count, int(lengths[best])))
+
+    def _claim(self, blocks: list[int], run: range) -> None:
+        for block in run:
+            self._references[block] = 1
+        self._clean[run.start : run.stop] = False
+        self._num_clean -= len(run)
+        blocks.extend(run)
+
+    def remember(self, block: int, key: BlockHash) -> None:
+        """This block's content is computed and whole: later requests may use it."""
+        if self._prefix_caching and key not in self._by_hash and block not in self._hash_of:
+            self._by_hash[key] = block
+            self._hash_of[block] = key
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Give back one reference to each. Last blocks first, so that a chain loses its end before its beginning."""
+        for block in reversed(list(block_ids)):
+            assert self._references[block] > 0, f"block {block} freed more often than taken"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._clean[block] = True
+                    self._num_clean += 1
+
+    def hold(self, transfer: TransferId, block_ids: Sequence[int]) -> None:
+        """A request's references become the transfer's: the blocks stay as they are until `release`. R28."""
+        self._held.setdefault(transfer, []).extend(block_ids)
+
+    def release(self, transfer: TransferId) -> bool:
+        """No peer touches the transfer's blocks any more. False: nothing was held for it."""
+        blocks = self._held.pop(transfer, None)
+        if blocks is None:
+            return False
+        self.free(blocks)
+        return True
+
+    def forget_all(self) -> None:
+        """Use nothing of what is cached."""
+        for block in list(self._cached):
+            self._forget(block)
+        self._by_hash.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._cached[block]
+        del self._by_hash[self._hash_of.pop(block)]
+        self._clean[block] = True
+        self._num_clean += 1
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Prove the books: every block is in one state, and references are those of `tables` and of held transfers.
+
+        For tests, and for a look at a live engine; walks all blocks.
+        """
+        want = Counter(block for table in [*tables, *self._held.values()] for block in table)
+        for block in range(1, self.num_blocks):
+            assert self._references[block] == want[block], (
+                f"block {block} has {self._references[block]} references, and {want[block]} owners"
+            )
+            states = (self._references[block] > 0, block in self._cached, bool(self._clean[block]))
+            assert sum(states) == 1, f"block {block} is used, cached, clean: {states}"
+        assert want[0] == 0, "block 0 was given away"
+        assert not self._clean[0], "block 0 is on offer"
+        assert self._num_clean == int(self._clean.sum()), "clean blocks are miscounted"
+        assert all(self._by_hash[key] == block for block, key in self._hash_of.items()), "hash maps disagree"
+        assert len(self._by_hash) == len(self._hash_of), "hash maps disagree in length"
+        assert all(block in self._hash_of for block in self._cached), "a cached block without a hash"

@@ -1,0 +1,406 @@
+"""The embedded engine: requests in, tokens out, a step at a time.
+
+One step, in order (see `Engine.step`):
+
+1. what became of hand-offs: landed requests run, failed ones start again, blocks come back
+2. the scheduler plans: who runs, how many tokens each, in which blocks
+3. the connector's orders go to its worker half
+4. the network runs over the planned tokens, a token is chosen for each request that has got that far
+5. books are kept: progress, prefix cache, answers, ends
+6. what the connector's worker half has done is fetched, for the next step
+
+The states of a request are at the top of scheduler.py. Not thread-safe: one thread calls everything.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvferry.clock import Clock, MonotonicClock
+from kvferry.connector.base import Outcome, SchedulerHalf, WorkerHalf
+from kvferry.engines.mini.answer import Answer, Finish
+from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
+from kvferry.engines.mini.blocks import BlockManager, chain_hashes, num_runs
+from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.loading import LoadedModel, load_model
+from kvferry.engines.mini.request import Request, State
+from kvferry.engines.mini.runner import Runner
+from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
+from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.tokenizer import Detokenizer
+from kvferry.errors import MalformedMessage, RequestError, RequestTooLong
+from kvferry.handoff.orders import Landed, StepReport
+from kvferry.ids import RequestId
+from kvferry.stats import HandoffTiming
+from kvferry.wire.first_token import FirstToken, decode_first_token, first_token_of
+
+__all__ = ["Connector", "Engine", "EngineSettings", "EngineStats"]
+
+logger = logging.getLogger(__name__)
+
+Connector = tuple[SchedulerHalf, WorkerHalf]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and the queues as they are."""
+
+    steps: int
+    running: int
+    waiting: int
+    waiting_for_kv: int
+    preemptions: int
+    blocks: int
+    free_blocks: int
+    held_blocks: int
+    """References that hand-offs hold after their requests have gone."""
+    prompt_tokens: int
+    cached_tokens: int
+    handed_over_tokens: int
+    answer_tokens: int
+    blocks_per_run: float
+    """How many neighbouring blocks a request had on average in one run: the longer, the faster its hand-off."""
+
+
+class Engine:
+    """One model, one cache, one step loop."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: KVCache,
+        settings: EngineSettings,
+        *,
+        connector: Connector | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.settings = settings
+        self.tokenizer = model.tokenizer
+        self.max_model_len = min(settings.max_model_len or model.config.max_positions, model.config.max_positions)
+        self.blocks = BlockManager(cache.num_blocks, prefix_caching=settings.prefix_caching)
+        self._connector: SchedulerHalf | None = connector[0] if connector else None
+        self._worker: WorkerHalf | None = connector[1] if connector else None
+        self.scheduler = Scheduler(
+            self.blocks,
+            block_tokens=settings.block_tokens,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_running=settings.max_running,
+            prefix_caching=settings.prefix_caching,
+            connector=self._connector,
+        )
+        self._runner = Runner(model.network, cache)
+        self._clock = clock or MonotonicClock()
+        self._eos = frozenset(model.config.eos_token_ids)
+        if not self._eos and model.tokenizer.eos_token_id is not None:
+            self._eos = frozenset((model.tokenizer.eos_token_id,))
+        self._requests: dict[RequestId, Request] = {}
+        self._number = 0
+        self._report = StepReport()
+        self._ended: list[Output] = []
+        self._steps = self._prompt_tokens = self._cached_tokens = self._handed_over_tokens = self._answer_tokens = 0
+        self._placed_blocks = self._placed_runs = 0
+
+    @classmethod
+    def load(
+        cls,
+        settings: EngineSettings,
+        connector: Callable[[LoadedModel, KVCache], Connector] | None = None,
+        clock: Clock | None = None,
+    ) -> "Engine":
+        """Load the model, make the cache, and, between the two and the engine, the connector's halves."""
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        model = load_model(settings)
+        cache = KVCache.create(model.config, settings, model.dtype, model.device)
+        return cls(model, cache, settings, connector=connector(model, cache) if connector else None, clock=clock)
+
+    # Requests come and go
+
+    def add(self, spec: GenerateRequest) -> None:
+        """Queue a request. Raises RequestError, or RequestTooLong if it can never be finished here."""
+        prompt, vocab = spec.prompt_token_ids, self.model.config.vocab_size
+        if spec.request_id in self._requests:
+            raise RequestError(f"request_id={spec.request_id!r} is in use. Take another one.")
+        if not prompt:
+            raise RequestError("the prompt has no tokens. Send at least one.")
+        wrong = next((token for token in prompt if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise RequestError(f"the prompt has the token id {wrong!r}; this model knows 0 to {vocab - 1}.")
+        for_remote = spec.handoff is not None and spec.handoff.do_remote_decode
+        max_tokens = 1 if for_remote else spec.sampling.max_tokens
+        self._check_length(len(prompt), max_tokens)
+        answer = Answer(spec.sampling, Detokenizer(self.tokenizer, prompt), self._eos, max_tokens)
+        request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
+        self._number += 1
+        if request.from_remote and spec.handoff is not None:
+            request.first_token = self._checked(first_token_of(spec.handoff), request)
+        self._requests[spec.request_id] = request
+        if self._connector is not None:
+            self._connector.on_new_request(request)
+        elif request.from_remote:
+            request.handoff_over = True
+            request.why = "this engine has no connector"
+        self.scheduler.enqueue(request)
+
+    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
+        if num_prompt + max_tokens > self.max_model_len:
+            raise RequestTooLong(
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the model's context of "
+                f"{self.max_model_len}. Shorten the prompt, or ask for at most "
+                f"{max(0, self.max_model_len - num_prompt)} tokens."
+            )
+        room = self.blocks.num_usable * self.settings.block_tokens
+        if num_prompt + max_tokens - 1 > room:
+            raise RequestTooLong(
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than this worker's cache of {room} "
+                "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes."
+            )
+
+    def _checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
+        """A first token from outside, if it is one: it must be in the vocabulary, with logprobs if asked for."""
+        if first is None or not 0 <= first.token < self.model.config.vocab_size:
+            return None
+        return first if request.sampling.logprobs is None or first.logprob is not None else None
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request at once; the next step tells. Unknown ids, and ended ones, are no error."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._ended.append(self._end(request, Finish(FinishReason.ABORT), aborted=True))
+
+    def has_work(self) -> bool:
+        """Stepping has a point."""
+        return bool(self._requests or self._ended) or (
+            self._connector is not None and (bool(self._report) or self._connector.has_pending_work())
+        )
+
+    def close(self) -> None:
+        """End the connector. The engine is not to be stepped again."""
+        if self._worker is not None:
+            self._worker.close()
+
+    # The step
+
+    def step(self) -> list[Output]:
+        """Compute once. With nothing to compute (hand-offs pending) it returns at once: then wait about 1 ms."""
+        outputs, self._ended = self._ended, []
+        if self._connector is not None:
+            outputs += self._settle(self._connector.update((self._report,)))
+        plan = self.scheduler.schedule()
+        self.cache.clear(plan.fresh_blocks)
+        if self._connector is not None and self._worker is not None:
+            orders = self._connector.build_orders()
+            if orders.want:
+                self.cache.wait_written()  # what we cleared must not be cleared after it has arrived
+            self._worker.start_step(orders)
+        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
+        outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
+        outputs += self._compute(plan)
+        if self._worker is not None:
+            self._report = self._worker.end_step()
+        return outputs
+
+    def _compute(self, plan: StepPlan) -> list[Output]:
+        if not plan.shares:
+            return []
+        self._steps += 1
+        logits = self._runner.run(plan.shares)
+        ready = [share.request for share in plan.shares if share.wants_logits]
+        chosen = choose(logits, [self._row(request) for request in ready]) if logits is not None else []
+        self._keep_books(plan.shares)
+        return [self._append(request, choice) for request, choice in zip(ready, chosen, strict=True)]
+
+    def _row(self, request: Request) -> Row:
+        seed = request.sampling.seed
+        if seed is None:
+            seed = int(uniform(self.settings.seed, request.number) * 2**53)
+        answer = request.tokens[request.num_prompt_tokens :]
+        return Row(request.sampling, seed, request.spec.prompt_token_ids, answer, self._eos)
+
+    def _keep_books(self, shares: Sequence[Share]) -> None:
+        """The KV of these shares is stored."""
+        if any(share.request.for_remote for share in shares):
+            self.cache.wait_written()
+        for share in shares:
+            request = share.request
+            request.num_computed = share.stop
+            self._remember(request)
+            if self._connector is not None and request.for_remote:
+                request.handoff_open = True
+                self._connector.computed(request, request.tables, request.num_computed)
+
+    def _remember(self, request: Request) -> None:
+        """Whole blocks that are computed may serve other requests from now on."""
+        if not self.settings.prefix_caching:
+            return
+        whole = request.num_computed // self.settings.block_tokens
+        if whole > request.num_remembered:
+            chain_hashes(request.hashes, request.tokens, self.settings.block_tokens)
+            for at in range(request.num_remembered, whole):
+                self.blocks.remember(request.block_ids[at], request.hashes[at])
+            request.num_remembered = whole
+
+    def _append(self, request: Request, choice: Chosen) -> Output:
+        request.tokens.append(choice.token)
+        request.chosen = choice.logprobs
+        self._answer_tokens += 1
+        finish = request.answer.push(choice.token, choice.logprobs)
+        return self._end(request, finish) if finish is not None else self._output(request)
+
+    def _output(self, request: Request, finish: Finish | None = None) -> Output:
+        tokens, text, logprobs = request.answer.take()
+        account = None
+        if finish is not None or (tokens and not request.accounted):
+            account, request.accounted = request.account, True
+        return Output(
+            request_id=request.request_id,
+            token_ids=tokens,
+            text=text,
+            logprobs=logprobs,
+            account=account,
+            finish_reason=finish.reason if finish else None,
+            stop_reason=finish.stop if finish else None,
+            timing=request.timing if finish else None,
+        )
+
+    def _end(self, request: Request, finish: Finish, *, aborted: bool = False, error: str | None = None) -> Output:
+        """Every request ends here, once."""
+        output = self._output(request, finish)
+        self.scheduler.remove(request)
+        request.state = State.FINISHED
+        del self._requests[request.request_id]
+        self._count(request)
+        transfer, params = None, None
+        if self._connector is not None:
+            decodes_elsewhere = request.for_remote and finish.reason is FinishReason.LENGTH
+            transfer, params = self._connector.request_finished(
+                request,
+                request.tables,
+                request.num_computed,
+                first_token=_first_token(request) if decodes_elsewhere else None,
+                aborted=aborted or (request.for_remote and not decodes_elsewhere),
+            )
+        self.scheduler.give_up_blocks(request, transfer)
+        logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
+        return replace(output, error=error, handoff=params)
+
+    def _count(self, request: Request) -> None:
+        self._prompt_tokens += request.num_prompt_tokens
+        self._cached_tokens += request.num_cached
+        self._handed_over_tokens += request.num_handed_over
+        self._placed_blocks += len(request.block_ids)
+        self._placed_runs += num_runs(request.block_ids)
+
+    # Hand-offs
+
+    def _settle(self, outcome: Outcome) -> list[Output]:
+        """What became of hand-offs since the last step."""
+        outputs = []
+        for landed in outcome.landed:
+            request = self._requests.get(landed.request)
+            if request is not None:
+                output = self._land(request, landed)
+                if output is not None:
+                    outputs.append(output)
+        for failed in outcome.failed:
+            request = self._requests.get(failed.request)
+            if request is None or request.state is not State.WAITING_FOR_KV:
+                continue
+            request.handoff_open, request.handoff_over = False, True
+            request.why = failed.reason
+            if outcome.recompute:
+                logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
+                self.scheduler.remove(request)
+                self.scheduler.give_up_blocks(request, failed.transfer)
+                self.scheduler.enqueue(request)
+            else:
+                self.blocks.hold(failed.transfer, request.block_ids)
+                request.block_ids = []
+                outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=failed.reason))
+        for transfer in outcome.released:
+            self.blocks.release(transfer)
+        return outputs
+
+    def _land(self, request: Request, landed: Landed) -> Output | None:
+        """The prompt's KV is in our blocks: go on behind it."""
+        request.timing = HandoffTiming(
+            num_bytes=landed.num_bytes,
+            num_runs=landed.num_runs,
+            transfer_s=landed.transfer_s,
+            wait_s=self._clock.now_s() - request.arrived_s,
+            verified_cells=landed.verified_cells,
+        )
+        if request.state is not State.WAITING_FOR_KV:
+            return None  # all of it was in our prefix cache, and it did not wait
+        request.handoff_open, request.handoff_over = False, True
+        if request.first_token is None and landed.note:
+            request.first_token = self._checked(_first_token_in(landed.note), request)
+        arrived = min(landed.arrived.stop, request.num_prompt_tokens)
+        if landed.arrived.start <= request.num_computed < arrived:
+            request.num_computed = arrived
+        self.scheduler.remove(request)
+        self.scheduler.run(request)
+        if request.num_computed == request.num_prompt_tokens and request.first_token is None:
+            request.num_computed -= 1  # nothing else to choose the first token from
+        request.num_handed_over = request.num_computed - request.num_cached
+        if request.num_computed < request.num_prompt_tokens:
+            missing = request.num_prompt_tokens - request.num_computed
+            request.why = f"prefill handed over all but the last {missing} prompt tokens"
+        self._remember(request)
+        return self._adopt(request) if request.num_missing == 0 else None
+
+    def _adopt(self, request: Request) -> Output | None:
+        """The other engine has chosen the first token: no prompt token is computed here."""
+        first = request.first_token
+        assert first is not None, "a request with nothing to compute has a first token"
+        logprobs = None
+        if request.sampling.logprobs is not None and first.logprob is not None:
+            logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: request.sampling.logprobs])
+        return self._append(request, Chosen(first.token, logprobs))
+
+    # Looking at it
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return EngineStats(
+            steps=self._steps,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            waiting_for_kv=len(self.scheduler.waiting_for_kv),
+            preemptions=self.scheduler.num_preemptions,
+            blocks=self.blocks.num_usable,
+            free_blocks=self.blocks.num_free,
+            held_blocks=self.blocks.num_held,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            handed_over_tokens=self._handed_over_tokens,
+            answer_tokens=self._answer_tokens,
+            blocks_per_run=self._placed_blocks / self._placed_runs if self._placed_runs else 0.0,
+        )
+
+    def check(self) -> None:
+        """Prove that every block is accounted for. For tests and debugging."""
+        self.blocks.check([request.block_ids for request in self._requests.values()])
+
+
+def _first_token(request: Request) -> FirstToken:
+    chosen = request.chosen
+    return FirstToken(
+        token=request.tokens[request.num_prompt_tokens],
+        logprob=chosen.logprob if chosen else None,
+        top=chosen.top if chosen else (),
+    )
+
+
+def _first_token_in(note: bytes) -> FirstToken | None:
+    try:
+        return decode_first_token(note)
+    except MalformedMessage as error:
+        # The KV itself is sound; we choose the token ourselves.
+        logger.warning("hand-off note ignored: %s", error)
+        return None

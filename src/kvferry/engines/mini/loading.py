@@ -1,0 +1,219 @@
+"""Weights from safetensors files, checked before use, fused into the few large matrices that the model runs on."""
+
+import json
+import logging
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvferry.engines.mini.llama import LayerWeights, Llama
+from kvferry.engines.mini.models import ModelConfig, find_model, read_config, read_json
+from kvferry.engines.mini.progress import Progress
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.tokenizer import Tokenizer
+from kvferry.errors import ConfigError, UnknownModel
+
+__all__ = ["LoadedModel", "load_model"]
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 100 << 20
+"""As the safetensors format says."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, ready to run."""
+
+    name: str
+    """As the operator named it."""
+    directory: Path
+    config: ModelConfig
+    network: Llama
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(settings: EngineSettings) -> LoadedModel:
+    """Find, check and load. Shows progress on stderr. Raises UnknownModel, or ConfigError for a device or dtype."""
+    directory = find_model(settings.model)
+    config = read_config(directory)
+    files = _weight_files(directory)
+    dtype = _dtype(settings.dtype, config)
+    device = _device(settings.device)
+    weights = _Weights(directory, files)
+    weights.check(config)
+    tokenizer = Tokenizer.from_directory(directory)
+    with Progress(f"load {settings.model}", total_bytes=weights.num_bytes, num_items=weights.num_tensors) as bar:
+        network = _build(config, weights, bar, dtype, device)
+    logger.info("model loaded directory=%s dtype=%s device=%s", directory, dtype, device)
+    return LoadedModel(settings.model, directory, config, network, tokenizer, dtype, device)
+
+
+def _dtype(name: str, config: ModelConfig) -> torch.dtype:
+    chosen = config.dtype if name == "auto" else name
+    # Half precision is not one that we offer: its range is too small for some of these models.
+    return torch.float32 if chosen == "float32" else torch.bfloat16
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is unknown. Use cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported. Use cpu, cuda or cuda:N.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r}: torch sees {torch.cuda.device_count()} CUDA devices. Use cpu, or another.")
+    return device
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [directory / Path(name).name for name in names]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise UnknownModel(f"{index} names {missing[0]}, which is missing. Copy the model directory again.")
+    if not files:
+        read_json(directory / "config.json")  # which of the two is missing? say that one
+        raise UnknownModel(f"{str(directory)!r} holds no *.safetensors file. Give a directory with weights.")
+    return files
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file, after checking that the file is as long as the header says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise UnknownModel(f"{file} is no whole safetensors file: {size} bytes, header of {length}. Copy it again.")
+        try:
+            header = json.loads(stream.read(length))
+            ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise UnknownModel(f"{file} has a corrupt safetensors header: {error!r}. Copy it again.") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise UnknownModel(f"{file} is {size} bytes long, and its header says {expected}. Copy it again.")
+    header.pop("__metadata__", None)
+    return dict(header)
+
+
+class _Weights:
+    """All tensors of a model by name, over all its files. Opens the files in turn; nothing is read before `take`."""
+
+    def __init__(self, directory: Path, files: list[Path]) -> None:
+        self._directory = directory
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self.num_bytes = 0
+        for file in files:
+            for name, entry in _header(file).items():
+                self._shapes[name] = tuple(entry["shape"])
+                self._files[name] = file
+                self.num_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._shapes)
+
+    def check(self, config: ModelConfig) -> None:
+        """Every tensor that the config implies is there, in its shape."""
+        for name, shape in _expected(config):
+            if name not in self._shapes:
+                raise UnknownModel(f"{str(self._directory)!r} lacks the tensor {name!r} {shape}. Copy it again.")
+            if self._shapes[name] != shape:
+                raise UnknownModel(
+                    f"{self._files[name]}: tensor {name!r} has shape {self._shapes[name]}, and config.json implies "
+                    f"{shape}. Weights and config are of different models: copy both again."
+                )
+
+    def take(self, name: str) -> torch.Tensor:
+        file = self._files[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise UnknownModel(f"{file}: tensor {name!r} cannot be read: {error}. Copy the file again.") from error
+        return tensor
+
+
+def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config.hidden, config.intermediate
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not config.tied_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        for part, rows, cols, bias in (
+            ("self_attn.q_proj", query, hidden, config.qkv_bias),
+            ("self_attn.k_proj", key, hidden, config.qkv_bias),
+            ("self_attn.v_proj", key, hidden, config.qkv_bias),
+            ("self_attn.o_proj", hidden, query, config.output_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        ):
+            yield f"{layer}.{part}.weight", (rows, cols)
+            if bias:
+                yield f"{layer}.{part}.bias", (rows,)
+        if config.qk_norm:
+            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
+
+
+def _build(config: ModelConfig, weights: _Weights, bar: Progress, dtype: torch.dtype, device: torch.device) -> Llama:
+    def take(name: str) -> torch.Tensor:
+        tensor = weights.take(name)
+        bar.advance(tensor.nbytes)
+        return tensor.to(device=device, dtype=dtype, copy=True)
+
+    def fused(layer: str, parts: tuple[str, ...], what: str) -> torch.Tensor:
+        return torch.cat([take(f"{layer}.{part}.{what}") for part in parts])
+
+    def layer_weights(i: int) -> LayerWeights:
+        layer, qkv = f"model.layers.{i}", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        norms = None
+        if config.qk_norm:
+            q, k = (take(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
+            norms = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+        return LayerWeights(
+            attention_norm=take(f"{layer}.input_layernorm.weight"),
+            qkv=fused(layer, qkv, "weight"),
+            qkv_bias=fused(layer, qkv, "bias") if config.qkv_bias else None,
+            qk_norm=norms,
+            output=take(f"{layer}.self_attn.o_proj.weight"),
+            output_bias=take(f"{layer}.self_attn.o_proj.bias") if config.output_bias else None,
+            mlp_norm=take(f"{layer}.post_attention_layernorm.weight"),
+            gate_up=fused(layer, gate_up, "weight"),
+            gate_up_bias=fused(layer, gate_up, "bias") if config.mlp_bias else None,
+            down=take(f"{layer}.mlp.down_proj.weight"),
+            down_bias=take(f"{layer}.mlp.down_proj.bias") if config.mlp_bias else None,
+        )
+
+    embedding = take("model.embed_tokens.weight")
+    return Llama(
+        config,
+        embedding=embedding,
+        layers=[layer_weights(i) for i in range(config.num_layers)],
+        norm=take("model.norm.weight"),
+        head=embedding if config.tied_embeddings else take("lm_head.weight"),
+    )

