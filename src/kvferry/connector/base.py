@@ -18,7 +18,17 @@ from kvferry.layout.blocks import BlockTable
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["Match", "Outcome", "RequestView", "SchedulerHalf", "WorkerHalf"]
+__all__ = [
+    "Failed",
+    "Landed",
+    "Match",
+    "Outcome",
+    "RequestView",
+    "SchedulerHalf",
+    "StepOrders",
+    "StepReport",
+    "WorkerHalf",
+]
 
 
 class RequestView(Protocol):

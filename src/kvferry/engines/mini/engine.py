@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Outcome, SchedulerHalf, WorkerHalf
+from kvferry.connector.base import Landed, Outcome, SchedulerHalf, StepReport, WorkerHalf
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.blocks import BlockManager, chain_hashes, num_runs
@@ -32,7 +32,6 @@ from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Detokenizer
 from kvferry.errors import MalformedMessage, RequestError, RequestTooLong
-from kvferry.handoff.orders import Landed, StepReport
 from kvferry.ids import RequestId
 from kvferry.stats import HandoffTiming
 from kvferry.wire.first_token import FirstToken, decode_first_token, first_token_of
