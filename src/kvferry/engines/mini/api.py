@@ -1,14 +1,31 @@
 """What goes into the embedded engine and what comes out: the records between engine and server."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.errors import RequestError
 from kvferry.ids import RequestId
 from kvferry.stats import HandoffTiming, PromptAccount
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["FinishReason", "GenerateRequest", "Output", "SamplingParams", "TokenLogprobs"]
+
+
+_MAX_STOPS = 64
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, math.inf),
+    ("min_tokens", 0, math.inf),
+    ("temperature", 0.0, 100.0),
+    ("top_k", 0, math.inf),
+    ("top_p", 1e-9, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 1e-9, 100.0),
+    ("logprobs", 0, 1024),
+)
 
 
 class FinishReason(StrEnum):
@@ -43,6 +60,19 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How many of the most likely tokens to report beside the chosen one; None: no logprobs."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                limits = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
+                raise RequestError(f"{name}={value!r} is out of range: send {limits}, or leave it out")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens!r} is above max_tokens={self.max_tokens!r}: lower it")
+        if "" in self.stop:
+            raise RequestError("stop: an empty string is in it, which would end every answer at once: take it out")
+        if len(self.stop) > _MAX_STOPS:
+            raise RequestError(f"stop: {len(self.stop)} strings; send at most {_MAX_STOPS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
