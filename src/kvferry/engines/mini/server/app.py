@@ -17,13 +17,14 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, decode_body, sampling_of
+from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, sampling_of
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
 from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
 from kvferry.errors import ConfigError, FerryError, Overloaded
+from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
 from kvferry.wire.params import HandoffParams
 

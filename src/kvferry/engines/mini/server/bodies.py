@@ -1,17 +1,14 @@
 """Request bodies of /v1/completions and /v1/chat/completions. Unknown fields are ignored; wrong ones are explained."""
 
-import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from kvferry.engines.mini.api import SamplingParams
 from kvferry.errors import RequestError
-from kvferry.http.errors import ApiError
+from kvferry.http.bodies import shown
 
-__all__ = ["ChatBody", "CompletionBody", "decode_body", "sampling_of"]
-
-_MAX_SHOWN_CHARS = 80
+__all__ = ["ChatBody", "CommonBody", "CompletionBody", "sampling_of"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -76,47 +73,6 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody)
-
-
-def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """Check and convert. Raises ApiError 400 with the field, its value, and the remedy."""
-    try:
-        try:
-            return msgspec.json.decode(raw, type=kind)
-        except msgspec.ValidationError as error:
-            raise _wrong_field(msgspec.json.decode(raw), str(error)) from error
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply: send a flatter one", code="invalid_json") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(
-            400, f"the body is not valid JSON: {error}. Send one JSON object, in UTF-8", code="invalid_json"
-        ) from error
-
-
-def _wrong_field(value: Any, complaint: str) -> ApiError:
-    what, _, path = complaint.partition(" - at `$")
-    steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
-    missing = re.search(r"missing required field `(\w+)`", what)
-    if missing and not steps:
-        return ApiError(400, f"the body has no {missing[1]!r}: send it", param=missing[1], code="missing_field")
-    if not steps:
-        return ApiError(400, f"the body is {_shown(value)}: send one JSON object", code="invalid_type")
-    for name, index in steps:
-        try:
-            value = value[name] if name else value[int(index)]
-        except (KeyError, IndexError, TypeError):  # the path ends at `[...]`: show the nearest value
-            break
-    name = "".join(f".{name}" if name else f"[{index}]" for name, index in steps)[1:]
-    message = f"{name}={_shown(value)}: {what[:1].lower()}{what[1:]}. Send a value of that type, or leave the field out"
-    return ApiError(400, message, param=name, code="invalid_type")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
-
-
 def sampling_of(body: CommonBody, *, max_tokens: int, logprobs: int | None, seed_offset: int = 0) -> SamplingParams:
     """The engine's record. Raises RequestError for a value out of range. Choice i of a seeded request has seed + i."""
     given: dict[str, Any] = {
@@ -150,4 +106,4 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError as error:
-        raise RequestError(f"logit_bias={_shown(bias)}: every key must be a token id, as a string of digits") from error
+        raise RequestError(f"logit_bias={shown(bias)}: every key must be a token id, as a string of digits") from error

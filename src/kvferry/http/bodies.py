@@ -1,0 +1,53 @@
+"""JSON from outside, as a record; or an error that names the field, its value, and the remedy."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.http.errors import ApiError
+
+__all__ = ["decode_body", "shown"]
+
+_MAX_SHOWN_CHARS = 80
+
+Body = TypeVar("Body")
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """Check and convert. Raises ApiError 400 with the field, its value, and the remedy."""
+    try:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(msgspec.json.decode(raw), str(error)) from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply: send a flatter one", code="invalid_json") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(
+            400, f"the body is not valid JSON: {error}. Send one JSON object, in UTF-8", code="invalid_json"
+        ) from error
+
+
+def shown(value: object) -> str:
+    """A value for a message: its repr, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
+
+
+def _wrong_field(value: Any, complaint: str) -> ApiError:
+    what, _, path = complaint.partition(" - at `$")
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
+    missing = re.search(r"missing required field `(\w+)`", what)
+    if missing and not steps:
+        return ApiError(400, f"the body has no {missing[1]!r}: send it", param=missing[1], code="missing_field")
+    if not steps:
+        return ApiError(400, f"the body is {shown(value)}: send one JSON object", code="invalid_type")
+    for name, index in steps:
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):  # the path ends at `[...]`: show the nearest value
+            break
+    name = "".join(f".{name}" if name else f"[{index}]" for name, index in steps)[1:]
+    message = f"{name}={shown(value)}: {what[:1].lower()}{what[1:]}. Send a value of that type, or leave the field out"
+    return ApiError(400, message, param=name, code="invalid_type")
