@@ -61,7 +61,10 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Decode: the request still waits in our queue; keep the prefill side's grant alive."""
+    """Decode: the request still waits in our queue; keep the prefill side's grant alive.
+
+    Holds until a Want or a Cancel names the transfer, and at most `transfer.deadline_s` after the last Hold for it.
+    """
 
     transfer: TransferId
     engine: EngineId

@@ -1,0 +1,200 @@
+"""One rank's hand-offs: the prefill and the decode machine, the peers they know, and who a message is for.
+
+Still no I/O: the driver and the simulator feed it the same events, and carry out the same actions.
+"""
+
+from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId
+from kvferry.handoff.decode import DecodeMachine
+from kvferry.handoff.orders import StepOrders, StepReport
+from kvferry.handoff.prefill import PrefillMachine
+from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
+from kvferry.settings import FerrySettings
+from kvferry.wire.handoff_messages import (
+    Claim,
+    Confirm,
+    Drop,
+    Fail,
+    Message,
+    Ready,
+    Register,
+    Renew,
+    RenewAck,
+    Revoke,
+    Stopped,
+    Wrote,
+)
+
+__all__ = ["RankCore"]
+
+
+class RankCore:
+    """Both machines of one rank. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        settings: FerrySettings,
+        ports: Ports,
+        incarnation: Incarnation,
+        *,
+        num_ranks: int,
+        whole_prefix: bool = True,
+        limits: MachineLimits | None = None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._engines: dict[EngineId, tuple[Peer, ...]] = {}
+        self._peers: dict[PeerName, Peer] = {}
+        self.prefill = PrefillMachine(settings, ports, limits)
+        self.decode = DecodeMachine(settings, ports, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix)
+        self.num_stale = 0
+        self._actions: list[Action] = []
+
+    # ---- peers
+
+    def introduce(self, engine: EngineId, incarnation: Incarnation, num_ranks: int, now_s: float) -> None:
+        """An engine was accepted. Another incarnation of it is gone from now on (I6)."""
+        known = self._engines.get(engine)
+        if known is not None and known[0].incarnation == incarnation:
+            return
+        if known is not None:
+            for peer in known:
+                self.peer_lost(peer.name, "it has restarted", now_s)
+                del self._peers[peer.name]
+        peers = tuple(
+            Peer(peer_name(engine, incarnation, rank), engine, incarnation, rank) for rank in range(num_ranks)
+        )
+        self._engines[engine] = peers
+        for peer in peers:
+            self._peers[peer.name] = peer
+
+    def knows(self, name: PeerName) -> bool:
+        """Was it introduced, in this incarnation?"""
+        return name in self._peers
+
+    def peer_lost(self, name: PeerName, why: str, now_s: float) -> None:
+        """The transport lost it. Hand-offs with it end; it stays known, and may be connected again."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        self._actions.append(Disconnect(peer))
+        self.prefill.peer_lost(peer, now_s)
+        self.decode.peer_lost(peer, why, now_s)
+
+    def _ranks_of(self, engine: str, incarnation: str) -> tuple[Peer, ...] | None:
+        peers = self._engines.get(EngineId(engine))
+        return peers if peers is not None and peers[0].incarnation == incarnation else None
+
+    # ---- events
+
+    def orders(self, orders: StepOrders, now_s: float) -> None:
+        """What the scheduler half says; `introduce` is the caller's part: it needs decoding."""
+        prefill, decode = self.prefill, self.decode
+        for offer in orders.offer:
+            prefill.offer(offer, now_s)
+        for withdraw in orders.withdraw:
+            prefill.withdraw(withdraw, now_s)
+        for hold in orders.hold:
+            decode.hold(hold, now_s)
+        for want in orders.want:
+            decode.want(want, now_s)
+        for cancel in orders.cancel:
+            decode.cancel(cancel, now_s)
+
+    def message(self, name: PeerName, message: Message, now_s: float) -> None:
+        """A message from a peer's rank. From strangers, old incarnations or to our old incarnation: nothing happens."""
+        peer = self._peers.get(name)
+        if peer is None or message.to != self._incarnation:
+            self.num_stale += 1
+            return
+        if isinstance(message, Renew):
+            (self.prefill if message.from_decode else self.decode).renew(peer, message, now_s)
+        elif isinstance(message, RenewAck):
+            (self.decode if message.to_decode else self.prefill).renewed(peer, message, now_s)
+        elif isinstance(message, Ready | Wrote | Fail | Stopped):
+            self._for_decode(peer, message, now_s)
+        else:
+            self._for_prefill(peer, message, now_s)
+
+    def _for_decode(self, peer: Peer, message: Ready | Wrote | Fail | Stopped, now_s: float) -> None:
+        decode = self.decode
+        if isinstance(message, Ready):
+            decode.ready(peer, message, now_s)
+        elif isinstance(message, Wrote):
+            decode.wrote(peer, message, now_s)
+        elif isinstance(message, Fail):
+            decode.fail(peer, message, now_s)
+        else:
+            decode.stopped(peer, message, now_s)
+
+    def _for_prefill(self, peer: Peer, message: Claim | Register | Confirm | Drop | Revoke, now_s: float) -> None:
+        prefill = self.prefill
+        if isinstance(message, Claim):
+            prefill.claim(peer, message, now_s)
+        elif isinstance(message, Register):
+            prefill.register(peer, message, now_s)
+        elif isinstance(message, Confirm):
+            prefill.confirm(peer, message, now_s)
+        elif isinstance(message, Drop):
+            prefill.drop(peer, message, now_s)
+        else:
+            prefill.revoke(peer, message, now_s)
+
+    def completed(
+        self,
+        post: PostId,
+        error: str | None,
+        now_s: float,
+        *,
+        started: bool = True,
+        num_bytes: int = 0,
+        num_runs: int = 0,
+    ) -> None:
+        """A posted part has ended, with all its handles (R26); or was not started, because it was too late."""
+        if not self.prefill.completed(post, error, now_s, started=started):
+            self.decode.completed(post, error, now_s, started=started, num_bytes=num_bytes, num_runs=num_runs)
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due by now."""
+        self.prefill.tick(now_s)
+        self.decode.tick(now_s)
+
+    def next_deadline_s(self) -> float | None:
+        """When `tick` has something to do; None: never."""
+        first, second = self.prefill.next_deadline_s(), self.decode.next_deadline_s()
+        return second if first is None else first if second is None else min(first, second)
+
+    # ---- what comes out
+
+    def take_actions(self) -> list[Action]:
+        """What is to be done, in order. Each is given once."""
+        taken = self._actions
+        taken += self.prefill.actions
+        taken += self.decode.actions
+        self._actions = []
+        self.prefill.actions.clear()
+        self.decode.actions.clear()
+        return taken
+
+    def take_report(self) -> StepReport | None:
+        """What has ended since the last call; None: nothing."""
+        prefill, decode = self.prefill, self.decode
+        if not (decode.landed or decode.failed or decode.released or prefill.released):
+            return None
+        report = StepReport(
+            landed=tuple(decode.landed),
+            failed=tuple(decode.failed),
+            released=frozenset(decode.released + prefill.released),
+            taken=frozenset(prefill.taken),
+        )
+        for done in (decode.landed, decode.failed, decode.released, prefill.released, prefill.taken):
+            done.clear()
+        return report
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open: no grant, no receive, no hold."""
+        return not (self.prefill.num_open or self.decode.num_open or self.next_deadline_s() is not None)
+
+    @property
+    def num_peers(self) -> int:
+        """Ranks that were introduced."""
+        return len(self._peers)

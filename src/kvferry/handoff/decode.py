@@ -1,0 +1,680 @@
+"""The decode side of hand-offs, one rank: what we asked for, what has arrived, and when our blocks are ours again.
+
+Life of one receive (a wanted transfer at this rank):
+
+1. ASKED      every prefill rank that owes us something was sent a Claim (pull) or a Register (push).
+2. MOVING     parts arrive: our reads end (pull), or Wrote messages come with the last byte of each part (push).
+3. LANDED     every part of every prefill rank is here, under a lease that was valid, and its digest is right;
+              each prefill rank was told (Confirm). Reported once; the blocks are the engine's.
+   FAILED     from 1 or 2. Reported once, when our reads in flight have ended or their time is over.
+4. RELEASED   after FAILED or a cancel: no read of ours is in flight, and each prefill rank has stopped, or its lease
+              and the quarantine are over. Reported once.
+
+A source (one prefill rank of a receive) is WAITING (asked, no answer), ACTIVE (granted, or holds our grant), DONE
+(all arrived and confirmed) or QUIET (touches nothing any more).
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvferry.handoff.actions import Action, Disconnect, Peer, Ports, Post, PostId, Send
+from kvferry.handoff.leases import Heartbeats, Timers
+from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Want
+from kvferry.ids import TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.settings import FerrySettings, TransferMode
+from kvferry.transport.base import Operation
+from kvferry.wire.handoff_messages import (
+    MAX_REASON_CHARS,
+    Claim,
+    Confirm,
+    Drop,
+    Fail,
+    Ready,
+    Register,
+    Renew,
+    RenewAck,
+    Revoke,
+    Stopped,
+    Wrote,
+    from_wire,
+    to_wire,
+)
+
+__all__ = ["DecodeMachine"]
+
+_NEVER = float("inf")
+
+
+class _State(Enum):
+    WAITING = auto()
+    ACTIVE = auto()
+    DONE = auto()
+    QUIET = auto()
+
+
+@dataclass(slots=True)
+class _Part:
+    tokens: TokenRange
+    last: bool
+
+
+@dataclass(slots=True)
+class _Source:
+    peer: Peer
+    state: _State
+    heard_s: float
+    """The last sign of life."""
+    asked_s: float
+    """When Claim, Register or Revoke was sent last; they are sent again until answered."""
+    acked_s: float = -_NEVER
+    """Pull: when the last renewal that prefill acknowledged was sent."""
+    lease_s: float = -_NEVER
+    """Pull: until when we may read; nothing before prefill has told how long its grants last."""
+    ttl_s: float = 0.0
+    tables: tuple[BlockTable, ...] = ()
+    ready_stop: int = 0
+    final: bool = False
+    digest: bytes = b""
+    note: bytes = b""
+    arrived: dict[int, int] = field(default_factory=dict)
+    """Parts that are here and don't yet continue `arrived_to`: start to stop."""
+    arrived_to: int = 0
+    # Pull.
+    todo: deque[_Part] = field(default_factory=deque)
+    cut_to: int = 0
+    cut_last: bool = False
+    in_flight: dict[PostId, _Part] = field(default_factory=dict)
+    cut_off: bool = False
+    # Push.
+    parts: set[int] = field(default_factory=set)
+    num_parts: int = 0
+
+    @property
+    def over(self) -> bool:
+        return not self.in_flight and (self.state is _State.DONE or self.state is _State.QUIET)
+
+
+@dataclass(slots=True)
+class _Receive:
+    want: Want
+    begun_s: float
+    deadline_s: float
+    sources: dict[int, _Source] = field(default_factory=dict)
+    failed: str | None = None
+    arrived: TokenRange | None = None
+    cut_s: float = _NEVER
+    """After a failure: reads that are still in flight then are cut off."""
+    report_s: float = _NEVER
+    """After a failure: it is reported then at the latest."""
+    reported: bool = False
+    num_bytes: int = 0
+    num_runs: int = 0
+    verified_cells: int = 0
+
+    @property
+    def pull(self) -> bool:
+        return self.want.mode is TransferMode.PULL
+
+
+class DecodeMachine:
+    """All receives of one decode rank. No I/O: methods take the time, and leave actions in `actions`.
+
+    `ranks_of` gives the ranks of an introduced incarnation, or None. `whole_prefix` says that what arrived of a failed
+    hand-off can be used as a prefix: all cache groups keep every token.
+    """
+
+    def __init__(
+        self,
+        settings: FerrySettings,
+        ports: Ports,
+        ranks_of: Callable[[str, str], Sequence[Peer] | None],
+        *,
+        num_ranks: int,
+        whole_prefix: bool = True,
+    ) -> None:
+        self._lease = settings.lease
+        self._hold_s = settings.transfer.deadline_s
+        self._ports = ports
+        self._ranks_of = ranks_of
+        self._num_ranks = num_ranks
+        self._whole_prefix = whole_prefix
+        self._receives: dict[TransferId, _Receive] = {}
+        self._holds: dict[TransferId, tuple[Sequence[Peer], float]] = {}
+        self._beats = Heartbeats(settings.lease, from_decode=True)
+        self._timers: Timers[TransferId] = Timers()
+        self._hold_timers: Timers[TransferId] = Timers()
+        self._posts: dict[PostId, tuple[_Receive, _Source]] = {}
+        self._num_posts = 0
+        self.actions: list[Action] = []
+        self.landed: list[Landed] = []
+        self.failed: list[Failed] = []
+        self.released: list[TransferId] = []
+        self.num_expired = 0
+        self.num_ignored = 0
+
+    # ---- orders of our engine
+
+    def hold(self, order: Hold, now_s: float) -> None:
+        """The request waits in our queue: renew prefill's grant."""
+        if order.transfer in self._receives:
+            return
+        held = self._holds.get(order.transfer)
+        if held is None:
+            peers = self._ranks_of(order.engine, order.incarnation) or ()
+            for peer in peers:
+                self._beats.add(peer, order.transfer, now_s)
+            self._hold_timers.set(order.transfer, now_s + self._hold_s)
+        else:
+            peers = held[0]
+        self._holds[order.transfer] = (peers, now_s + self._hold_s)
+
+    def want(self, order: Want, now_s: float) -> None:
+        """Begin a receive. An unknown peer fails it at once; an empty want lands at once."""
+        if order.transfer in self._receives:
+            self.num_ignored += 1
+            return
+        self._end_hold(order.transfer)
+        peers = self._ranks_of(order.engine, order.incarnation)
+        if peers is None:
+            reason = f"prefill engine {order.engine!r} is not known, or has restarted"
+            nothing = TokenRange(order.wanted.start, order.wanted.start)
+            self.failed.append(Failed(order.transfer, order.request, reason, nothing))
+            self.released.append(order.transfer)
+            return
+        receive = _Receive(order, now_s, now_s + order.deadline_s)
+        self._receives[order.transfer] = receive
+        for peer in peers:
+            source = _Source(peer, _State.WAITING, now_s, now_s)
+            source.arrived_to = source.cut_to = order.wanted.start
+            if len(order.wanted) and self._ports.owes(peer):
+                receive.sources[peer.rank] = source
+                if receive.pull:
+                    self._beats.add(peer, order.transfer, now_s)
+                self._ask(receive, source, now_s)
+            else:
+                self._confirm(receive, peer)
+        if all(source.over for source in receive.sources.values()):
+            self._land(receive, now_s)
+        else:
+            self._look(receive, now_s)
+
+    def cancel(self, order: Cancel, now_s: float) -> None:
+        """The request is gone; no end but `released` is reported any more."""
+        receive = self._receives.get(order.transfer)
+        if receive is not None:
+            receive.reported = True
+            self._fail(receive, f"cancelled: {order.reason}", now_s)
+            return
+        self._end_hold(order.transfer)
+        for peer in self._ranks_of(order.engine, order.incarnation) or ():
+            self._drop(order.transfer, peer, order.reason)
+
+    # ---- messages of prefill ranks
+
+    def ready(self, peer: Peer, message: Ready, now_s: float) -> None:
+        """Pull: more may be read."""
+        found = self._find(peer, message.transfer)
+        if found is None:
+            return
+        receive, source = found
+        if receive.failed is not None or not receive.pull or source.state not in (_State.WAITING, _State.ACTIVE):
+            return
+        source.heard_s = now_s
+        if message.ack:
+            sent_s = self._beats.claim_acked(peer.name, message.ack)
+            if sent_s is not None:
+                source.acked_s = max(source.acked_s, sent_s)
+        source.ttl_s = message.ttl_s
+        source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
+        if message.start > receive.want.wanted.start:
+            want = receive.want.wanted
+            self._fail(receive, f"prefill has tokens from {message.start}, {want.start} was asked for", now_s)
+            return
+        source.state = _State.ACTIVE
+        self._beats.add(peer, receive.want.transfer, now_s, message.ttl_s)
+        if not source.final and (message.final or message.stop >= source.ready_stop):
+            source.tables, source.ready_stop, source.final = from_wire(message.tables), message.stop, message.final
+            source.digest, source.note = message.digest, message.note
+            self._cut(receive, source)
+        self._pump(receive, source, now_s, urge=True)
+        self._look(receive, now_s)
+
+    def wrote(self, peer: Peer, message: Wrote, now_s: float) -> None:
+        """Push: a part is in our memory."""
+        found = self._find(peer, message.transfer)
+        if found is None:
+            return
+        receive, source = found
+        if receive.pull or source.over or message.part in source.parts:
+            self.num_ignored += 1
+            return
+        source.parts.add(message.part)
+        if receive.failed is None:
+            source.heard_s = now_s
+        receive.num_bytes += message.num_bytes
+        receive.num_runs += message.num_runs
+        if message.parts:
+            source.num_parts, source.final, source.ready_stop = message.parts, True, message.stop
+            source.digest, source.note = message.digest, message.note
+        else:
+            self._arrive(source, message.start, message.stop)
+        if len(source.parts) == source.num_parts:
+            if message.parts and message.start > receive.want.wanted.start:
+                source.state = _State.QUIET
+                self._fail(receive, f"prefill has tokens from {message.start} only", now_s)
+            else:
+                self._source_complete(receive, source, now_s)
+        self._look(receive, now_s)
+
+    def fail(self, peer: Peer, message: Fail, now_s: float) -> None:
+        """A prefill rank cannot hand over."""
+        found = self._find(peer, message.transfer)
+        if found is None:
+            return
+        receive, source = found
+        if source.state is _State.DONE:
+            return
+        if message.quiet and not receive.pull:
+            source.state = _State.QUIET
+        self._fail(receive, message.reason, now_s)
+
+    def stopped(self, peer: Peer, message: Stopped, now_s: float) -> None:
+        """Push: this prefill rank writes no more."""
+        found = self._find(peer, message.transfer)
+        if found is None:
+            return
+        receive, source = found
+        if source.state is not _State.DONE and not receive.pull:
+            source.state = _State.QUIET
+            self._fail(receive, "prefill has stopped", now_s)
+
+    def renew(self, peer: Peer, message: Renew, now_s: float) -> None:
+        """Push: the holder of grants on our blocks is alive."""
+        ended = []
+        for name in message.transfers:
+            receive = self._receives.get(TransferId(name))
+            source = None if receive is None else receive.sources.get(peer.rank)
+            if (
+                receive is None
+                or source is None
+                or source.peer != peer
+                or receive.pull
+                or receive.failed is not None
+                or source.over
+            ):
+                ended.append(name)
+                continue
+            source.heard_s = now_s
+            if source.state is _State.WAITING:
+                source.state = _State.ACTIVE
+                self._look(receive, now_s)
+        ack = RenewAck(to=peer.incarnation, seq=message.seq, to_decode=False, ended=tuple(ended))
+        self.actions.append(Send(peer, ack))
+
+    def renewed(self, peer: Peer, message: RenewAck, now_s: float) -> None:
+        """Pull: our lease goes on, from when we sent the renewal."""
+        matched = self._beats.acked(peer.name, message)
+        if matched is None:
+            self.num_ignored += 1
+            return
+        sent_s, transfers = matched
+        for transfer in transfers:
+            receive = self._receives.get(transfer)
+            source = None if receive is None else receive.sources.get(peer.rank)
+            if receive is None or source is None or source.peer != peer or source.over:
+                continue
+            if transfer not in message.ended:
+                source.heard_s = now_s
+                source.acked_s = max(source.acked_s, sent_s)
+                if source.ttl_s:
+                    source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
+                self._pump(receive, source, now_s, urge=False)
+            elif source.state is _State.ACTIVE:
+                source.acked_s = source.lease_s = -_NEVER
+                self._fail(receive, "prefill has ended the grant", now_s)
+
+    # ---- what the driver tells
+
+    def completed(
+        self,
+        post: PostId,
+        error: str | None,
+        now_s: float,
+        *,
+        started: bool = True,
+        num_bytes: int = 0,
+        num_runs: int = 0,
+    ) -> bool:
+        """A read of ours has ended. False: it is not one of ours."""
+        key = self._posts.pop(post, None)
+        if key is None:
+            return False
+        receive, source = key
+        part = source.in_flight.pop(post)
+        receive.num_bytes += num_bytes
+        receive.num_runs += num_runs
+        if not started:
+            source.todo.appendleft(part)
+            self._pump(receive, source, now_s, urge=True)
+        elif error is not None:
+            self._fail(receive, f"a read failed: {error}", now_s)
+        elif now_s >= source.lease_s:
+            self._fail(receive, "the lease ended while a read was in flight", now_s)
+        else:
+            self._arrive(source, part.tokens.start, part.tokens.stop)
+            if receive.failed is None and source.cut_last and not source.todo and not source.in_flight:
+                self._source_complete(receive, source, now_s)
+        self._look(receive, now_s)
+        return True
+
+    def peer_lost(self, peer: Peer, why: str, now_s: float) -> None:
+        """Its connection is gone: what is in flight ends with errors. It may write on until its lease ends."""
+        self._beats.forget(peer.name)
+        for receive in list(self._receives.values()):
+            source = receive.sources.get(peer.rank)
+            if source is not None and source.peer == peer and not source.over:
+                self._fail(receive, f"prefill rank {peer.rank} is gone: {why}", now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due."""
+        for transfer in self._timers.pop_due(now_s):
+            receive = self._receives.get(transfer)
+            if receive is not None:
+                self._look(receive, now_s)
+        for transfer in self._hold_timers.pop_due(now_s):
+            expires_s = self._holds[transfer][1]
+            if now_s >= expires_s:
+                self._end_hold(transfer)
+            else:
+                self._hold_timers.set(transfer, expires_s)
+        for peer, renew in self._beats.tick(now_s):
+            self.actions.append(Send(peer, renew))
+
+    def next_deadline_s(self) -> float | None:
+        """When `tick` has something to do."""
+        times = (self._timers.next_s(), self._hold_timers.next_s(), self._beats.next_s())
+        return min((at for at in times if at is not None), default=None)
+
+    @property
+    def num_open(self) -> int:
+        """Receives whose blocks are not the engine's yet."""
+        return len(self._receives)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of failed receives that a prefill rank might still write to."""
+        return sum(
+            sum(len(table.block_ids) for table in receive.want.tables)
+            for receive in self._receives.values()
+            if receive.failed is not None and not receive.pull
+        )
+
+    # ---- inside
+
+    def _find(self, peer: Peer, transfer: str) -> tuple[_Receive, _Source] | None:
+        receive = self._receives.get(TransferId(transfer))
+        source = None if receive is None else receive.sources.get(peer.rank)
+        if receive is None or source is None or source.peer != peer:
+            self.num_ignored += 1
+            return None
+        return receive, source
+
+    def _ask(self, receive: _Receive, source: _Source, now_s: float) -> None:
+        want, peer = receive.want, source.peer
+        source.asked_s = now_s
+        message: Claim | Register
+        if receive.pull:
+            message = Claim(
+                to=peer.incarnation,
+                transfer=want.transfer,
+                ranks=self._num_ranks,
+                start=want.wanted.start,
+                stop=want.wanted.stop,
+                seq=self._beats.note_sent(peer, want.transfer, now_s),
+            )
+        else:
+            message = Register(
+                to=peer.incarnation,
+                transfer=want.transfer,
+                ranks=self._num_ranks,
+                start=want.wanted.start,
+                stop=want.wanted.stop,
+                tables=to_wire(want.tables),
+                ttl_s=self._lease.ttl_s,
+            )
+        self.actions.append(Send(peer, message))
+
+    def _confirm(self, receive: _Receive, peer: Peer) -> None:
+        confirm = Confirm(to=peer.incarnation, transfer=receive.want.transfer, ranks=self._num_ranks)
+        self.actions.append(Send(peer, confirm))
+
+    def _drop(self, transfer: TransferId, peer: Peer, reason: str) -> None:
+        reason = reason[:MAX_REASON_CHARS]
+        drop = Drop(to=peer.incarnation, transfer=transfer, ranks=self._num_ranks, reason=reason)
+        self.actions.append(Send(peer, drop))
+
+    def _revoke(self, receive: _Receive, source: _Source, now_s: float) -> None:
+        source.asked_s = now_s
+        revoke = Revoke(
+            to=source.peer.incarnation,
+            transfer=receive.want.transfer,
+            ranks=self._num_ranks,
+            reason=(receive.failed or "")[:MAX_REASON_CHARS],
+        )
+        self.actions.append(Send(source.peer, revoke))
+
+    def _end_hold(self, transfer: TransferId) -> None:
+        held = self._holds.pop(transfer, None)
+        if held is not None:
+            self._hold_timers.clear(transfer)
+            for peer in held[0]:
+                self._beats.remove(peer, transfer)
+
+    def _cut(self, receive: _Receive, source: _Source) -> None:
+        """Pull: cut what has become ready into parts that are short beside the lease."""
+        if source.cut_last:
+            return
+        unit = max(1, self._ports.unit_tokens(source.peer))
+        stop = max(source.cut_to, min(source.ready_stop, receive.want.wanted.stop))
+        if not source.final:
+            stop = max(source.cut_to, stop // unit * unit)
+        longest = max(1, stop - source.cut_to)
+        while longest > unit and self._ports.write_s(source.peer, longest) > self._lease.ttl_s / 4:
+            longest = max(unit, longest // 2 // unit * unit)
+        while source.cut_to < stop or source.final:
+            upto = min(stop, source.cut_to + longest)
+            last = source.final and upto == stop
+            source.todo.append(_Part(TokenRange(source.cut_to, upto), last))
+            source.cut_to = upto
+            if last:
+                source.cut_last = True
+                break
+
+    def _pump(self, receive: _Receive, source: _Source, now_s: float, *, urge: bool) -> None:
+        """Pull: start the reads that our lease covers."""
+        want = receive.want
+        while source.todo and receive.failed is None and source.state is _State.ACTIVE:
+            if now_s >= source.lease_s:
+                if urge:
+                    self._beats.urge(source.peer, want.transfer, now_s)
+                return
+            part = source.todo.popleft()
+            self._num_posts += 1
+            post = PostId(2 * self._num_posts + 1)
+            source.in_flight[post] = part
+            self._posts[post] = (receive, source)
+            self.actions.append(
+                Post(
+                    post=post,
+                    peer=source.peer,
+                    operation=Operation.READ,
+                    transfer=want.transfer,
+                    local=want.tables,
+                    remote=source.tables,
+                    tokens=part.tokens,
+                    whole=TokenRange(want.wanted.start, source.ready_stop) if part.last else None,
+                    not_after_s=source.lease_s,
+                )
+            )
+
+    def _arrive(self, source: _Source, start: int, stop: int) -> None:
+        source.arrived[start] = max(stop, source.arrived.get(start, 0))
+        while source.arrived_to in source.arrived:
+            after = source.arrived.pop(source.arrived_to)
+            if after <= source.arrived_to:
+                break
+            source.arrived_to = after
+
+    def _source_complete(self, receive: _Receive, source: _Source, now_s: float) -> None:
+        """All parts of one prefill rank are here: check them, tell it, and see whether that was the last one."""
+        want = receive.want
+        stop = min(want.wanted.stop, source.ready_stop)
+        source.state = _State.DONE if receive.failed is None else _State.QUIET
+        if receive.failed is not None:
+            return
+        if source.digest and stop > want.wanted.start:
+            tokens = TokenRange(want.wanted.start, stop)
+            cells = self._ports.check(want.transfer, source.peer, want.tables, tokens, source.digest)
+            if cells < 0:
+                self._whole_prefix_lost(receive)
+                source.state = _State.ACTIVE if receive.pull else _State.QUIET
+                self._fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
+                return
+            receive.verified_cells += cells
+        source.arrived_to = max(stop, want.wanted.start)
+        self._confirm(receive, source.peer)
+        if receive.pull:
+            self._beats.remove(source.peer, want.transfer)
+        if all(other.state is _State.DONE for other in receive.sources.values()):
+            if len({other.ready_stop for other in receive.sources.values()}) > 1:
+                self._fail(receive, "prefill ranks disagree on how many tokens there are", now_s)
+            else:
+                self._land(receive, now_s)
+
+    def _whole_prefix_lost(self, receive: _Receive) -> None:
+        receive.arrived = TokenRange(receive.want.wanted.start, receive.want.wanted.start)
+
+    def _land(self, receive: _Receive, now_s: float) -> None:
+        want, sources = receive.want, list(receive.sources.values())
+        stop = min((source.arrived_to for source in sources), default=want.wanted.stop)
+        note = next((source.note for source in sources if source.note), b"")
+        self._forget(receive)
+        self.landed.append(
+            Landed(
+                transfer=want.transfer,
+                request=want.request,
+                arrived=TokenRange(want.wanted.start, stop),
+                num_bytes=receive.num_bytes,
+                num_runs=receive.num_runs,
+                transfer_s=now_s - receive.begun_s,
+                verified_cells=receive.verified_cells,
+                note=note,
+            )
+        )
+
+    def _forget(self, receive: _Receive) -> None:
+        del self._receives[receive.want.transfer]
+        self._timers.clear(receive.want.transfer)
+        for source in receive.sources.values():
+            self._beats.remove(source.peer, receive.want.transfer)
+
+    def _fail(self, receive: _Receive, reason: str, now_s: float) -> None:
+        """End it without its bytes. Nothing new is started; what is in flight is waited for."""
+        if receive.failed is None:
+            receive.failed = reason
+            receive.cut_s = now_s + self._lease.quarantine_s
+            receive.report_s = min(receive.cut_s, max(receive.deadline_s, now_s))
+            for source in receive.sources.values():
+                source.todo.clear()
+                if not receive.pull and source.state is not _State.DONE:
+                    self._revoke(receive, source, now_s)
+                    if source.state is _State.WAITING:
+                        source.state = _State.QUIET  # it never had a lease: it cannot have written
+        self._look(receive, now_s)
+
+    def _look(self, receive: _Receive, now_s: float) -> None:
+        """Look at everything that time or an event may have ended; set the next deadline."""
+        transfer = receive.want.transfer
+        if self._receives.get(transfer) is not receive:
+            return
+        if receive.failed is None:
+            self._look_alive(receive, now_s)
+        else:
+            self._look_failed(receive, now_s)
+
+    def _look_alive(self, receive: _Receive, now_s: float) -> None:
+        ttl_s, again_s = self._lease.ttl_s, self._lease.renew_every_s
+        due_s = receive.deadline_s
+        if now_s >= receive.deadline_s:
+            self._fail(receive, f"it has not ended {receive.want.deadline_s:g} s after it began", now_s)
+            return
+        for source in receive.sources.values():
+            if source.over:
+                continue
+            if now_s >= source.heard_s + ttl_s:
+                self.num_expired += 1
+                self._fail(receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s)
+                return
+            due_s = min(due_s, source.heard_s + ttl_s)
+            if source.state is _State.WAITING:
+                if now_s >= source.asked_s + again_s:
+                    if receive.pull:
+                        self._beats.add(source.peer, transfer=receive.want.transfer, now_s=now_s)
+                    self._ask(receive, source, now_s)
+                due_s = min(due_s, source.asked_s + again_s)
+        self._timers.set(receive.want.transfer, due_s)
+
+    def _look_failed(self, receive: _Receive, now_s: float) -> None:
+        want, due_s = receive.want, _NEVER
+        in_flight = over = 0
+        for source in receive.sources.values():
+            if source.in_flight:
+                in_flight += 1
+                if now_s >= receive.cut_s and not source.cut_off:
+                    source.cut_off = True
+                    self.actions.append(Disconnect(source.peer))
+            elif not source.over:
+                due_s = min(due_s, self._wind_down(receive, source, now_s))
+            over += source.over
+        if not receive.reported and (not in_flight or now_s >= receive.report_s):
+            receive.reported = True
+            assert receive.failed is not None, "only a failed receive is reported as failed"
+            self.failed.append(Failed(want.transfer, want.request, receive.failed, self._arrived(receive)))
+        if over == len(receive.sources):
+            self._forget(receive)
+            self.released.append(want.transfer)
+            return
+        if in_flight:
+            if not receive.reported:
+                due_s = min(due_s, receive.report_s)
+            if now_s < receive.cut_s:
+                due_s = min(due_s, receive.cut_s)
+        if due_s < _NEVER:
+            self._timers.set(want.transfer, due_s)
+
+    def _wind_down(self, receive: _Receive, source: _Source, now_s: float) -> float:
+        """One source of a failed receive with no read in flight; when to look again."""
+        if receive.pull:
+            source.state = _State.QUIET
+            self._drop(receive.want.transfer, source.peer, receive.failed or "")
+            self._beats.remove(source.peer, receive.want.transfer)
+            return _NEVER
+        safe_s = source.heard_s + self._lease.ttl_s + self._lease.quarantine_s
+        if now_s >= safe_s:
+            self.num_expired += 1
+            source.state = _State.QUIET
+            return _NEVER
+        if now_s >= source.asked_s + self._lease.renew_every_s:
+            self._revoke(receive, source, now_s)
+        return min(safe_s, source.asked_s + self._lease.renew_every_s)
+
+    def _arrived(self, receive: _Receive) -> TokenRange:
+        """What of a failed hand-off is here from every prefill rank."""
+        start = receive.want.wanted.start
+        if receive.arrived is not None or not self._whole_prefix:
+            return receive.arrived or TokenRange(start, start)
+        stop = min((source.arrived_to for source in receive.sources.values()), default=start)
+        return TokenRange(start, max(start, min(stop, receive.want.wanted.stop)))
