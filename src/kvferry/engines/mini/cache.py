@@ -10,17 +10,8 @@ import torch
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError
-from kvferry.layout.description import (
-    Axis,
-    CacheGroup,
-    CacheKind,
-    CacheLayout,
-    MemoryKind,
-    Paging,
-    Rank,
-    Region,
-    Tensor,
-)
+from kvferry.layout.builders import block_major, head_range
+from kvferry.layout.description import CacheLayout, MemoryKind
 
 __all__ = ["KVCache"]
 
@@ -97,35 +88,19 @@ class KVCache:
 
     def layout(self) -> CacheLayout:
         """Where every byte is, for the connector."""
-        config, size = self.config, self.data.element_size()
-        block, layer, part, head, token, dim = (stride * size for stride in self.data.stride())
-        axes = (
-            Axis("head", config.num_kv_heads, 0, config.num_kv_heads, head),
-            Axis("dim", config.head_dim, 0, config.head_dim, dim),
-        )
         on_cuda = self.data.device.type == "cuda"
-        region = Region(
-            self.data.data_ptr(),
-            self.data.nbytes,
-            MemoryKind.VRAM if on_cuda else MemoryKind.DRAM,
-            self.data.device.index or 0 if on_cuda else 0,
+        return block_major(
+            [f"layers.{i}.attn" for i in range(self.config.num_layers)],
+            num_blocks=self.num_blocks,
+            block_tokens=self.block_tokens,
+            heads=head_range(self.config.num_kv_heads, 0, 1),
+            head_dim=self.config.head_dim,
+            element_bytes=self.data.element_size(),
+            encoding=ENCODINGS[self.data.dtype],
+            address=self.data.data_ptr(),
+            kind=MemoryKind.VRAM if on_cuda else MemoryKind.DRAM,
+            device=(self.data.device.index or 0) if on_cuda else 0,
         )
-        tensors = tuple(
-            Tensor(
-                layer=f"layers.{i}.attn",
-                part=name,
-                encoding=ENCODINGS[self.data.dtype],
-                element_bytes=size,
-                region=0,
-                group=0,
-                offset_bytes=i * layer + p * part,
-                paging=Paging(self.num_blocks, block, token),
-                axes=axes,
-            )
-            for i in range(config.num_layers)
-            for p, name in enumerate("kv")
-        )
-        return CacheLayout(Rank(), (region,), (CacheGroup(CacheKind.FULL, self.block_tokens),), tensors)
 
 
 def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Tokenizer
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "expected_tensors", "load_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class _Weights:
 
     def check(self, config: ModelConfig) -> None:
         """Every tensor that the config implies is there, in its shape."""
-        for name, shape in _expected(config):
+        for name, shape in expected_tensors(config):
             if name not in self._shapes:
                 raise UnknownModel(f"{str(self._directory)!r} lacks the tensor {name!r} {shape}. Copy it again.")
             if self._shapes[name] != shape:
@@ -151,7 +151,8 @@ class _Weights:
         return tensor
 
 
-def _expected(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that a checkpoint of this config must have."""
     hidden, inner = config.hidden, config.intermediate
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)

@@ -1,0 +1,98 @@
+"""Tiny checkpoints with random weights, as Hugging Face directories: for tests that need a model and no sense."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvferry.engines.mini.loading import expected_tensors
+from kvferry.engines.mini.models import read_config
+
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "make_tiny_model"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False},
+}
+SPECIAL = ("<eos>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny_model(
+    directory: Path, family: str = "llama", *, seed: int = 0, num_shards: int = 1, **changes: Any
+) -> Path:
+    """A model of `family` in `directory`: 3 layers, 6 query and 2 KV heads of 16, vocabulary of 320, context 2,048.
+
+    `changes` go into config.json. The tokenizer knows every byte, a few merges and three special tokens; 0 is the end.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "dtype": "float32",
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **FAMILIES[family],
+        **changes,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    _write_weights(directory, seed, num_shards)
+    _write_tokenizer(directory)
+    return directory
+
+
+def _write_weights(directory: Path, seed: int, num_shards: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in expected_tensors(read_config(directory)):
+        # Large enough that the next token is no coin toss, small enough that nothing saturates.
+        noise = torch.randn(shape, generator=random) * (0.15 if len(shape) > 1 else 0.1)
+        weights[name] = noise + 1 if "norm" in name else noise
+    if num_shards == 1:
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(weights)
+    files = {name: f"model-{i % num_shards + 1:05}-of-{num_shards:05}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        part = {name: weights[name] for name in names if files[name] == file}
+        save_file(part, directory / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": sum(w.nbytes for w in weights.values())}, "weight_map": files}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _write_tokenizer(directory: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("Ġ", "a")]
+    tokens = [*SPECIAL, *letters, *("".join(merge) for merge in merges)]
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "eos_token": "<eos>",
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
