@@ -9,9 +9,12 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import Region
 
-__all__ = ["Completion", "Operation", "Polled", "Received", "Ticket", "Transport"]
+__all__ = ["MAX_MESSAGE_BYTES", "Completion", "Operation", "Polled", "Received", "Ticket", "Transport"]
 
 Ticket = NewType("Ticket", int)
+
+MAX_MESSAGE_BYTES = 64 << 10
+"""A longer message is refused by `send` and `post`."""
 
 
 class Operation(StrEnum):

@@ -1,0 +1,271 @@
+"""A transport within one process: real copies between registered addresses, and faults when a test asks for them.
+
+It is at least as strict as a real wire. A transfer copies while its owner polls, never in `post`; until then its
+destination holds a poison pattern, so whoever reads it early, or reuses its source early, gets wrong bytes at once.
+What is not registered, or is no longer, is refused.
+"""
+
+import ctypes
+import itertools
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.errors import PeerLost, TransferError
+from kvferry.ids import PeerName
+from kvferry.layout.blocks import Runs
+from kvferry.layout.description import MemoryKind, Region
+from kvferry.transport.base import Completion, Operation, Polled, Received, Ticket
+from kvferry.transport.checks import check_message, check_regions, check_runs
+
+__all__ = ["POISON", "MemoryFaults", "MemoryHub", "MemoryTransport"]
+
+POISON = 0xA5
+"""The byte that a destination holds between `post` and completion, and after a failure."""
+
+
+@dataclass(slots=True)
+class MemoryFaults:
+    """What goes wrong, under a test's control. Change it at any time; counts run down by themselves."""
+
+    fail_next: int = 0
+    """That many of the next posted transfers end with an error, half copied."""
+    fail_after: int = 0
+    """Counted before `fail_next`: that many transfers are posted that do not fail."""
+    hold: bool = False
+    """No transfer moves or completes."""
+    delay_polls: int = 0
+    """A transfer completes only at this many polls of its owner after its post, beyond the first."""
+    drop_messages: int = 0
+    """That many of the next messages are lost on the way."""
+    hold_messages: bool = False
+    """Messages stay on the way."""
+    on_post: Callable[[PeerName, PeerName, Operation], None] | None = None
+    """Called with (from, to, operation) at each post: a hook that loses a peer at just that moment, say."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    ticket: Ticket
+    peer: PeerName
+    operation: Operation
+    pieces: list[tuple[Runs, int, int]]
+    """Runs, and the absolute addresses of the source and of the destination region."""
+    message: bytes
+    polls_left: int
+    doomed: str | None = None
+
+
+@dataclass(slots=True)
+class _Peer:
+    regions: tuple[Region, ...]
+
+
+@dataclass(slots=True)
+class _End:
+    """What the hub knows of one transport."""
+
+    regions: tuple[Region, ...] = ()
+    inbox: deque[Received] = field(default_factory=deque)
+
+
+class MemoryHub:
+    """The wire between MemoryTransports of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.faults = MemoryFaults()
+        self.ends: dict[PeerName, _End] = {}
+        self._lost: set[PeerName] = set()
+
+    def lose(self, name: PeerName) -> None:
+        """That end dies: transfers with it fail, posts to it raise PeerLost, its messages go nowhere. For good."""
+        with self.lock:
+            self._lost.add(name)
+
+    def is_lost(self, name: PeerName) -> bool:
+        """It has died, or has closed."""
+        return name in self._lost or name not in self.ends
+
+    def deliver(self, sender: PeerName, to: PeerName, body: bytes) -> None:
+        """Put a message into the inbox of `to`, unless it is lost on the way."""
+        with self.lock:
+            if self.faults.drop_messages > 0:
+                self.faults.drop_messages -= 1
+            elif not self.is_lost(to) and not self.is_lost(sender):
+                self.ends[to].inbox.append(Received(sender, body))
+
+
+_DEFAULT_HUB = MemoryHub()
+_MAX_EARLY = 1024
+
+
+class MemoryTransport:
+    """One rank's end on a hub. Implements kvferry.transport.base.Transport."""
+
+    def __init__(self, agent_name: PeerName, *, hub: MemoryHub | None = None) -> None:
+        self.name = "memory"
+        self.agent_name = agent_name
+        self.hub = hub if hub is not None else _DEFAULT_HUB
+        self._owners: tuple[object, ...] = ()
+        self._regions: tuple[Region, ...] = ()
+        self._peers: dict[PeerName, _Peer] = {}
+        self._transfers: list[_Transfer] = []
+        self._tickets = itertools.count(1)
+        self._closed = False
+
+    def register(self, regions: Sequence[Region], owners: Sequence[object]) -> None:
+        """See Transport.register."""
+        with self.hub.lock:
+            if self._closed or self.agent_name in self.hub.ends:
+                raise TransferError(f"{self.agent_name!r} is registered already, or closed: make another transport")
+            for region in regions:
+                if region.kind is not MemoryKind.DRAM:
+                    raise TransferError(f"the memory transport moves DRAM only, not {region!r}: use nixl")
+            check_regions(regions)
+            self._regions = tuple(regions)
+            self._owners = tuple(owners)
+            self.hub.ends[self.agent_name] = _End(self._regions)
+
+    def metadata(self) -> bytes:
+        """See Transport.metadata."""
+        self._must_be_open()
+        return json.dumps({"memory": self.agent_name}).encode()
+
+    def connect(self, peer: PeerName, metadata: bytes, regions: Sequence[Region]) -> None:
+        """See Transport.connect. Raises TransferError for metadata of another peer, or regions it did not register."""
+        with self.hub.lock:
+            self._must_be_open()
+            try:
+                named = json.loads(metadata)["memory"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise TransferError(f"the metadata of peer {peer!r} is not a memory transport's: {error}") from error
+            if named != peer:
+                raise TransferError(f"the metadata names {named!r}, and the peer is {peer!r}")
+            if self.hub.is_lost(peer):
+                raise PeerLost(f"peer {peer!r} is not on this hub: it has closed, or runs in another process")
+            strange = [region for region in regions if region not in self.hub.ends[peer].regions]
+            if strange:
+                raise TransferError(f"peer {peer!r} has not registered {strange[0]!r}")
+            if peer in self._peers:
+                raise TransferError(f"peer {peer!r} is connected already: disconnect it first")
+            self._peers[peer] = _Peer(tuple(regions))
+
+    def disconnect(self, peer: PeerName) -> None:
+        """See Transport.disconnect."""
+        with self.hub.lock:
+            self._peers.pop(peer, None)
+            for transfer in self._transfers:
+                if transfer.peer == peer:
+                    transfer.doomed = transfer.doomed or f"peer {peer!r} was disconnected"
+            end = self.hub.ends.get(self.agent_name)
+            if end:
+                end.inbox = deque(message for message in end.inbox if message.peer != peer)
+
+    def post(self, peer: PeerName, operation: Operation, runs: Sequence[Runs], message: bytes = b"") -> Ticket:
+        """See Transport.post."""
+        with self.hub.lock:
+            self._must_be_open()
+            known = self._must_be_connected(peer)
+            check_message(message)
+            faults = self.hub.faults
+            if faults.on_post:
+                faults.on_post(self.agent_name, peer, operation)
+                known = self._must_be_connected(peer)
+            check_runs(operation, runs, self._regions, known.regions, peer)
+            reads = operation is Operation.READ
+            sources, destinations = (known.regions, self._regions) if reads else (self._regions, known.regions)
+            transfer = _Transfer(
+                Ticket(next(self._tickets)),
+                peer,
+                operation,
+                [(r, sources[r.source_region].address, destinations[r.destination_region].address) for r in runs],
+                message,
+                faults.delay_polls,
+            )
+            if faults.fail_after > 0:
+                faults.fail_after -= 1
+            elif faults.fail_next > 0:
+                faults.fail_next -= 1
+                transfer.doomed = "a fault was asked for"
+            for piece, _, destination in transfer.pieces:
+                for offset, length in zip(piece.destination.tolist(), piece.length.tolist(), strict=True):
+                    ctypes.memset(destination + offset, POISON, length)
+            self._transfers.append(transfer)
+            return transfer.ticket
+
+    def send(self, peer: PeerName, message: bytes) -> None:
+        """See Transport.send."""
+        with self.hub.lock:
+            self._must_be_open()
+            self._must_be_connected(peer)
+            check_message(message)
+            self.hub.deliver(self.agent_name, peer, message)
+
+    def poll(self) -> Polled:
+        """See Transport.poll. Copies what is due."""
+        with self.hub.lock:
+            if self._closed or self.agent_name not in self.hub.ends:
+                return Polled()
+            completions = []
+            waiting = []
+            for transfer in self._transfers:
+                if self.hub.faults.hold and not transfer.doomed and not self.hub.is_lost(transfer.peer):
+                    waiting.append(transfer)
+                elif transfer.polls_left > 0:
+                    transfer.polls_left -= 1
+                    waiting.append(transfer)
+                else:
+                    completions.append(self._carry_out(transfer))
+            self._transfers = waiting
+            return Polled(tuple(completions), tuple(self._take_messages()))
+
+    def close(self) -> None:
+        """See Transport.close."""
+        with self.hub.lock:
+            self._closed = True
+            if self._regions or self._owners or self.agent_name in self.hub.ends:
+                self.hub.ends.pop(self.agent_name, None)
+            self._peers.clear()
+            self._transfers.clear()
+            self._regions = ()
+            self._owners = ()
+
+    def _carry_out(self, transfer: _Transfer) -> Completion:
+        peer_end = self.hub.ends.get(transfer.peer)
+        if self.hub.is_lost(transfer.peer) or self.hub.is_lost(self.agent_name) or peer_end is None:
+            return Completion(transfer.ticket, f"peer {transfer.peer!r} is gone")
+        for piece, source, destination in transfer.pieces:
+            # A transfer that fails has still moved some of its bytes: nobody may rely on "all or nothing".
+            runs = zip(piece.source.tolist(), piece.destination.tolist(), piece.length.tolist(), strict=True)
+            for from_, to, length in itertools.islice(runs, len(piece) // 2 if transfer.doomed else None):
+                ctypes.memmove(destination + to, source + from_, length)
+        if transfer.doomed:
+            return Completion(transfer.ticket, transfer.doomed)
+        if transfer.message:
+            self.hub.deliver(self.agent_name, transfer.peer, transfer.message)
+        return Completion(transfer.ticket)
+
+    def _take_messages(self) -> list[Received]:
+        if self.hub.faults.hold_messages or self.hub.is_lost(self.agent_name):
+            return []
+        end = self.hub.ends[self.agent_name]
+        taken = [message for message in end.inbox if message.peer in self._peers]
+        # A peer may be connected to us before we have heard of it: its first messages wait, the oldest go.
+        early = [message for message in end.inbox if message.peer not in self._peers]
+        end.inbox = deque(early[-_MAX_EARLY:])
+        return taken
+
+    def _must_be_open(self) -> None:
+        if self._closed or self.agent_name not in self.hub.ends:
+            raise TransferError(f"the transport of {self.agent_name!r} is closed, or has no memory registered yet")
+
+    def _must_be_connected(self, peer: PeerName) -> _Peer:
+        known = self._peers.get(peer)
+        if known is None:
+            raise PeerLost(f"peer {peer!r} is not connected")
+        if self.hub.is_lost(peer) or self.hub.is_lost(self.agent_name):
+            raise PeerLost(f"peer {peer!r} is gone")
+        return known

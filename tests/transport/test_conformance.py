@@ -1,0 +1,73 @@
+"""Both transports, and NIXL between two processes, do all that the port says. R12, R21, R27."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvferry.ids import PeerName
+from kvferry.testing.ends import End, LocalEnd, ProcessEnd
+from kvferry.testing.transport_suite import NEAR, TransportSuite
+from kvferry.transport.base import Transport
+from kvferry.transport.memory import MemoryHub, MemoryTransport
+from kvferry.transport.registry import make_transport
+
+
+class TestMemory(TransportSuite):
+    @pytest.fixture(autouse=True)
+    def _hub(self) -> None:
+        self.hub = MemoryHub()
+
+    def make_end(self, name: PeerName, sizes: Sequence[int]) -> End:
+        return LocalEnd(MemoryTransport(name, hub=self.hub), name, sizes)
+
+    def make_bare(self) -> Transport:
+        return MemoryTransport(PeerName("bare"), hub=self.hub)
+
+
+@pytest.mark.process
+class TestNixlInOneProcess(TransportSuite):
+    def make_end(self, name: PeerName, sizes: Sequence[int]) -> End:
+        return LocalEnd(make_transport("nixl", name), name, sizes)
+
+    def make_bare(self) -> Transport:
+        return make_transport("nixl", PeerName("bare"))
+
+
+@pytest.mark.process
+class TestNixlBetweenProcesses(TransportSuite):
+    """The far ends each live in a process, which is kept from test to test, with a new transport and new memory."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _processes(cls) -> Iterator[None]:
+        cls.processes: dict[PeerName, ProcessEnd] = {}
+        yield
+        for end in cls.processes.values():
+            end.close()
+
+    def make_end(self, name: PeerName, sizes: Sequence[int]) -> End:
+        if name == NEAR:
+            return LocalEnd(make_transport("nixl", name), name, sizes)
+        if name not in self.processes:
+            self.processes[name] = ProcessEnd("nixl", name, sizes)
+        else:
+            self.processes[name].renew(name, sizes)
+        return Kept(self.processes[name])
+
+    def make_bare(self) -> Transport:
+        return make_transport("nixl", PeerName("bare"))
+
+
+class Kept:
+    """A ProcessEnd whose process outlives the test."""
+
+    def __init__(self, end: ProcessEnd) -> None:
+        self._end = end
+        self.name = end.name
+        self.transport = end.transport
+        self.regions = end.regions
+        self.fill = end.fill
+        self.read = end.read
+
+    def close(self) -> None:
+        self.transport.close()
