@@ -1,16 +1,30 @@
 """The payload of a handshake: who an engine is, and what each of its ranks needs a peer to know.
 
-Decoded only after the envelope was accepted (R8). Each rank's layout stays bytes until wire.layout_codec has checked it.
+Decoded only after the envelope was accepted (R8), in the version that both sides agreed on (wire.versions). Each rank's
+layout stays bytes until wire.layout_codec has checked it.
+
+* Version 1: a map; each rank is a map that names its transport. No capabilities.
+* Version 2: a map with other names; the transport is named once, a rank is the array [layout, metadata], and it tells
+  capabilities and the address of the sender's side channel.
 """
+
+from typing import Annotated
 
 import msgspec
 
 from kvferry.errors import MalformedMessage
 from kvferry.settings import Role
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["MAX_RANKS", "Hello", "RankHello", "decode_hello", "encode_hello"]
 
 MAX_RANKS = 4096
+_MAX_CAPABILITIES = 64
+
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Host = Annotated[str, msgspec.Meta(max_length=256)]
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
 class RankHello(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,27 +38,112 @@ class RankHello(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
     """One engine, all its ranks in the order of their Rank.index."""
 
-    engine: str
-    incarnation: str
+    engine: _Id
+    incarnation: _Id
     role: Role
     ranks: tuple[RankHello, ...]
+    capabilities: tuple[str, ...] = ()
+    """What the sender can do that not every release can, by name; a version 1 peer tells none. Unknown names are
+    skipped: what both tell may be used."""
+    host: str = ""
+    """Where the sender's own side channel listens; "" if it does not tell (version 1)."""
+    port: int = 0
+
+
+class _RankV1(msgspec.Struct, frozen=True, kw_only=True):
+    layout: bytes
+    transport: _Word
+    transport_metadata: bytes
+
+
+class _HelloV1(msgspec.Struct, frozen=True, kw_only=True):
+    engine: _Id
+    incarnation: _Id
+    role: Role
+    ranks: tuple[_RankV1, ...]
+
+
+class _RankV2(msgspec.Struct, frozen=True, array_like=True):
+    layout: bytes
+    metadata: bytes
+
+
+class _HelloV2(msgspec.Struct, frozen=True, kw_only=True):
+    engine: _Id
+    incarnation: _Id
+    role: Role
+    transport: _Word
+    shards: tuple[_RankV2, ...]
+    capabilities: Annotated[tuple[_Word, ...], msgspec.Meta(max_length=_MAX_CAPABILITIES)] = ()
+    host: _Host = ""
+    port: _Port = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Hello)
+_decoder_v1 = msgspec.msgpack.Decoder(_HelloV1)
+_decoder_v2 = msgspec.msgpack.Decoder(_HelloV2)
 
 
-def encode_hello(hello: Hello) -> bytes:
-    """As msgpack."""
-    return _encoder.encode(hello)
+def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
+    """As msgpack, in the schema of that protocol version. Version 1 leaves out what it has no words for."""
+    if protocol == 1:
+        ranks = tuple(
+            _RankV1(layout=rank.layout, transport=rank.transport, transport_metadata=rank.transport_metadata)
+            for rank in hello.ranks
+        )
+        return _encoder.encode(
+            _HelloV1(engine=hello.engine, incarnation=hello.incarnation, role=hello.role, ranks=ranks)
+        )
+    assert protocol == PROTOCOL_MAX, "callers negotiate a version that we speak"
+    transports = {rank.transport for rank in hello.ranks}
+    assert len(transports) == 1, "the ranks of an engine use one transport"
+    return _encoder.encode(
+        _HelloV2(
+            engine=hello.engine,
+            incarnation=hello.incarnation,
+            role=hello.role,
+            transport=transports.pop(),
+            shards=tuple(_RankV2(rank.layout, rank.transport_metadata) for rank in hello.ranks),
+            capabilities=hello.capabilities,
+            host=hello.host,
+            port=hello.port,
+        )
+    )
 
 
-def decode_hello(body: bytes) -> Hello:
-    """Raises MalformedMessage with the path of what is wrong."""
+def decode_hello(body: bytes, protocol: int = PROTOCOL_MAX) -> Hello:
+    """From the schema of that protocol version. Raises MalformedMessage with the path of what is wrong."""
+    assert 1 <= protocol <= PROTOCOL_MAX, "callers negotiate a version that we speak"
     try:
-        hello = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise MalformedMessage(f"handshake payload: {error}") from error
+        hello = _from_v1(_decoder_v1.decode(body)) if protocol == 1 else _from_v2(_decoder_v2.decode(body))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"handshake payload, version {protocol}: {error}") from error
     if not 1 <= len(hello.ranks) <= MAX_RANKS:
         raise MalformedMessage(f"handshake payload: {len(hello.ranks)} ranks; between 1 and {MAX_RANKS} are allowed")
+    if len({rank.transport for rank in hello.ranks}) != 1:
+        raise MalformedMessage("handshake payload: its ranks use several transports; one is allowed")
     return hello
+
+
+def _from_v1(told: _HelloV1) -> Hello:
+    ranks = tuple(
+        RankHello(layout=rank.layout, transport=rank.transport, transport_metadata=rank.transport_metadata)
+        for rank in told.ranks
+    )
+    return Hello(engine=told.engine, incarnation=told.incarnation, role=told.role, ranks=ranks)
+
+
+def _from_v2(told: _HelloV2) -> Hello:
+    ranks = tuple(
+        RankHello(layout=rank.layout, transport=told.transport, transport_metadata=rank.metadata)
+        for rank in told.shards
+    )
+    return Hello(
+        engine=told.engine,
+        incarnation=told.incarnation,
+        role=told.role,
+        ranks=ranks,
+        capabilities=told.capabilities,
+        host=told.host,
+        port=told.port,
+    )

@@ -1,0 +1,334 @@
+"""The table of facts: every fact, its class, what it means, how its effective value is found, and what mends it.
+
+This table is the compatibility matrix (R2 to R7, R13): the code compares by it, and docs/reference/compatibility.md is
+made from it. A new fact is a row here, and its value must be None wherever it changes nothing: then older peers, which
+do not tell it, still fit.
+"""
+
+from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
+from kvferry.handshake.engine import EngineDescription
+from kvferry.handshake.spec import Change, FactKind, FactSpec, flag
+from kvferry.handshake.table_speculation import SPECULATION
+from kvferry.handshake.values import config_text, dtype_name, run_length, short_digest
+
+__all__ = ["FACTS"]
+
+_MUST, _BRIDGED, _INFO = FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.INFORMATIVE
+_MODEL = {"mini": "kvferry serve --model {model}", "": "--model {model}"}
+
+
+def _groups(engine: EngineDescription) -> str | None:
+    if not engine.layer_groups:
+        return None
+    return f"{len(set(engine.layer_groups.values()))} groups, map {short_digest(engine.layer_groups)}"
+
+
+def _state_dtype(text: str) -> str:
+    part, equals, dtype = text.partition("=")
+    return f"{part}={dtype_name(dtype)}" if equals else dtype_name(part)
+
+
+_ROWS = (
+    FactSpec(
+        name="handshake.strict",
+        kind=_INFO,
+        read=lambda e: e.strict or None,
+        meaning="this side compares bridged factors of R2 too",
+        why="strict on one side is strict for the pair",
+        settings=flag("--strict", '--kv-transfer-config \'{{"kv_connector_extra_config": {{"strict": true}}}}\''),
+    ),
+    FactSpec(
+        name="role",
+        kind=_MUST,
+        read=lambda e: str(e.role),
+        meaning="prefill, decode or both",
+        why="two prefill (or two decode) workers have nothing to hand over",
+        settings=flag("--role {value}", '--kv-transfer-config \'{{"kv_role": "kv_producer|kv_consumer"}}\''),
+        change=Change.EITHER,
+        complement=True,
+    ),
+    FactSpec(
+        name="transfer.mode",
+        kind=_MUST,
+        read=lambda e: str(e.mode),
+        meaning="pull: decode reads; push: prefill writes",
+        why="each side would wait for the other to move the bytes",
+        settings=flag(
+            "--mode {value}", '--kv-transfer-config \'{{"kv_connector_extra_config": {{"mode": "{value}"}}}}\''
+        ),
+        strict=True,
+        rules="R13",
+    ),
+    FactSpec(
+        name="protocol",
+        kind=_BRIDGED,
+        read=lambda e: e.protocol,
+        meaning="the newest protocol version that this side speaks",
+        why="the highest common version is spoken",
+        settings={"": "upgrade kvferry"},
+        change=Change.OLDER,
+        strict=True,
+        rules="R2 R11",
+    ),
+    FactSpec(
+        name="engine.name",
+        kind=_BRIDGED,
+        read=lambda e: e.engine,
+        meaning="which engine made the cache",
+        why="bytes have names: another engine's cache is other strides; packings are compared by kv.packings",
+        settings={"": "run the same engine on both sides ({value})"},
+        strict=True,
+        rules="R2",
+    ),
+    FactSpec(
+        name="engine.version",
+        kind=_INFO,
+        read=lambda e: e.engine_version,
+        meaning="the engine's release",
+        why="what a release can change about the bytes is compared by the other facts",
+        settings={"": "install version {value}"},
+        change=Change.OLDER,
+        strict=True,
+        rules="R2",
+    ),
+    FactSpec(
+        name="model.fingerprint",
+        kind=_MUST,
+        read=lambda e: e.fingerprint,
+        meaning="what the model is: config and weights, whatever its name",
+        why="the KV of another model's weights is meaningless",
+        settings=_MODEL,
+    ),
+    FactSpec(
+        name="model.id",
+        kind=_MUST,
+        read=lambda e: e.model_id,
+        meaning="how the operator named the model",
+        why="stands in for the fingerprint where there is none; else a path and a name of one model agree",
+        settings=_MODEL,
+        strict=True,
+        settled_by="model.fingerprint",
+        rules="R2",
+    ),
+    FactSpec(
+        name="model.revision",
+        kind=_MUST,
+        read=lambda e: revision(e.revision),
+        meaning="the revision of the model on the hub; `main` and none are one",
+        why="stands in for the fingerprint where there is none",
+        settings=flag("--revision {value}", "--revision {value}"),
+        settled_by="model.fingerprint",
+    ),
+    FactSpec(
+        name="model.tokenizer",
+        kind=_MUST,
+        read=lambda e: e.tokenizer,
+        meaning="a fingerprint of tokenizer and chat template",
+        why="the same text would become other tokens on the other side",
+        settings=flag("--model {model}", "--tokenizer DIR --chat-template FILE, the same files on both sides"),
+    ),
+    FactSpec(
+        name="model.quantization",
+        kind=_MUST,
+        read=lambda e: e.quantization.lower() if e.quantization else None,
+        meaning="how the weights are quantised when the model is loaded",
+        why="tokens would differ from those of either engine alone",
+        settings=flag("--quantization {value}", "--quantization {value}"),
+    ),
+    FactSpec(
+        name="model.dtype",
+        kind=_MUST,
+        read=model_dtype,
+        meaning="the model's effective dtype; `auto` is the checkpoint's",
+        why="KV computed in one precision and continued in another gives tokens of neither",
+        settings=flag("--dtype {value}", "--dtype {value}"),
+        strict=True,
+        rules="R2 R6",
+    ),
+    FactSpec(
+        name="model.total_kv_heads",
+        kind=_MUST,
+        read=lambda e: e.total_kv_heads,
+        meaning="KV heads of the whole model",
+        why="heads would be cut at other places",
+        settings=_MODEL,
+        strict=True,
+        rules="R2",
+    ),
+    FactSpec(
+        name="model.head_size",
+        kind=_MUST,
+        read=lambda e: e.head_size,
+        meaning="elements of one head",
+        why=GARBAGE,
+        settings=_MODEL,
+        strict=True,
+        rules="R2",
+    ),
+    FactSpec(
+        name="model.hidden_layers",
+        kind=_MUST,
+        read=lambda e: e.hidden_layers,
+        meaning="hidden layers of the whole model",
+        why="layers without KV would be read",
+        settings=_MODEL,
+        strict=True,
+        rules="R2",
+    ),
+    FactSpec(
+        name="model.layer_kinds",
+        kind=_MUST,
+        read=lambda e: run_length(e.layer_kinds),
+        meaning="what each layer keeps of the past: full, window, mamba, ...",
+        why="a layer would be read as another kind of cache",
+        settings=_MODEL,
+    ),
+    FactSpec(
+        name="model.rope",
+        kind=_MUST,
+        read=lambda e: config_text(e.rope),
+        meaning="parameters of the rotary embedding, with every override",
+        why="keys are rotated by these angles: other angles, other attention, and no error",
+        settings=flag("--rope '{value}'", "--hf-overrides '{{\"rope_parameters\": {value}}}'"),
+    ),
+    FactSpec(
+        name="model.window_tokens",
+        kind=_MUST,
+        read=lambda e: e.window_tokens,
+        meaning="tokens that a sliding-window layer sees",
+        why="decode would attend to tokens that prefill did not, or keep blocks that were never filled",
+        settings=flag("--model {model}", "--hf-overrides '{{\"sliding_window\": {value}}}'"),
+    ),
+    FactSpec(
+        name="model.max_context_tokens",
+        kind=_INFO,
+        read=lambda e: e.max_context_tokens,
+        meaning="the longest context that this side takes",
+        why="a request that is too long for a side is refused there",
+        settings=flag("--max-model-len {value}", "--max-model-len {value}"),
+    ),
+    FactSpec(
+        name="kv.dtype",
+        kind=_MUST,
+        read=kv_dtype,
+        meaning="the cache's effective dtype; `auto` is the model's, `fp8` is `fp8_e4m3`",
+        why=GARBAGE,
+        settings=flag("--kv-dtype {value}", "--kv-cache-dtype {value}"),
+        strict=True,
+        rules="R2 R6",
+    ),
+    FactSpec(
+        name="kv.scales",
+        kind=_MUST,
+        read=lambda e: e.kv_scales,
+        meaning="which scales quantised KV is stored with",
+        why="values would come back multiplied by the wrong scale",
+        settings=flag("--model {model}", "the same KV scales in the checkpoint, or the same --calculate-kv-scales"),
+    ),
+    FactSpec(
+        name="kv.packings",
+        kind=_MUST,
+        read=lambda e: tuple(sorted(set(e.packings))) or None,
+        meaning="tags of packings that cannot be looked into",
+        why=GARBAGE,
+        settings={"": "the same attention backend, block size and CPU or GPU type on both sides (packing {value})"},
+    ),
+    FactSpec(
+        name="kv.state_dtypes",
+        kind=_MUST,
+        read=lambda e: tuple(sorted(_state_dtype(text) for text in e.state_dtypes)) or None,
+        meaning="dtypes of recurrent states",
+        why="a state would be read as other numbers",
+        settings=flag("--state-dtype {value}", "--mamba-cache-dtype / --mamba-ssm-cache-dtype for {value}"),
+    ),
+    FactSpec(
+        name="kv.layout",
+        kind=_BRIDGED,
+        read=lambda e: e.kv_layout,
+        meaning="order of tokens and heads in a block (NHD, HND)",
+        why="the planner follows the strides; cutting across them makes more, shorter runs",
+        settings=flag("--kv-layout {value}", "VLLM_KV_CACHE_LAYOUT={value}"),
+        rules="R22",
+    ),
+    FactSpec(
+        name="kv.block_tokens",
+        kind=_BRIDGED,
+        read=lambda e: tuple(e.block_tokens) or None,
+        meaning="tokens a block, for each cache group",
+        why="tokens have positions; runs are as long as the smaller block",
+        settings=flag("--block-tokens {value}", "--block-size {value}"),
+        rules="R22 R23",
+    ),
+    FactSpec(
+        name="kv.cross_layer_blocks",
+        kind=_BRIDGED,
+        read=lambda e: e.cross_layer_blocks,
+        meaning="whether a block of all layers is one stretch of memory",
+        why="layers have names and strides; runs are as long as the more scattered side's",
+        settings=flag(
+            "--cross-layer-blocks {value}",
+            '--kv-transfer-config \'{{"kv_connector_extra_config": {{"enable_cross_layers_blocks": {value}}}}}\'',
+        ),
+        strict=True,
+        rules="R2 R22",
+    ),
+    FactSpec(
+        name="kv.hma",
+        kind=_BRIDGED,
+        read=lambda e: e.hma,
+        meaning="hybrid memory allocator on or off",
+        why="a window layer without it keeps more blocks than are handed over: only the window is moved",
+        settings=flag("--hma {value}", "--no-disable-hybrid-kv-cache-manager or --disable-hybrid-kv-cache-manager"),
+        strict=True,
+        rules="R2 R22",
+    ),
+    FactSpec(
+        name="kv.groups",
+        kind=_BRIDGED,
+        read=_groups,
+        meaning="which layers share a block table",
+        why="layers are matched by name, each in its own group on each side",
+        settings={"": "the same model, block size and hybrid memory setting on both sides"},
+        rules="R22",
+    ),
+    FactSpec(
+        name="attention.backend",
+        kind=_BRIDGED,
+        read=lambda e: e.attention_backend.upper(),
+        meaning="the attention backend, by effective choice",
+        why="its effect on the bytes is the layout, which is paired per layer",
+        settings=flag("--attention-backend {value}", "--attention-backend {value}"),
+        strict=True,
+        rules="R2 R22",
+    ),
+    FactSpec(
+        name="parallel.tp",
+        kind=_BRIDGED,
+        read=lambda e: e.tp,
+        meaning="tensor-parallel ranks",
+        why="each rank reads its heads from the ranks that have them",
+        settings=flag("--tp {value}", "--tensor-parallel-size {value}"),
+        rules="R22 R23",
+    ),
+    FactSpec(
+        name="parallel.pp",
+        kind=_BRIDGED,
+        read=lambda e: e.pp,
+        meaning="pipeline-parallel ranks",
+        why="each rank reads its layers, by name, from the ranks that have them",
+        settings=flag("--pp {value}", "--pipeline-parallel-size {value}"),
+        rules="R22 R23",
+    ),
+    FactSpec(
+        name="parallel.cp",
+        kind=_BRIDGED,
+        read=lambda e: e.cp,
+        meaning="context-parallel ranks",
+        why="tokens are dealt out in runs; each is read from the rank that has it",
+        settings=flag("--cp {value}", "--decode-context-parallel-size {value}"),
+        rules="R22",
+    ),
+)
+
+FACTS: dict[str, FactSpec] = {spec.name: spec for spec in (*_ROWS, *SPECULATION)}
+"""Every fact by name, in the order in which they are shown."""

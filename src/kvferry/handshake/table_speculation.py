@@ -1,0 +1,183 @@
+"""The rows of the table of facts that are about speculative decoding (R3 to R7)."""
+
+from collections.abc import Callable
+
+from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
+from kvferry.handshake.engine import EngineDescription, SpeculationFacts
+from kvferry.handshake.spec import Change, FactKind, FactSpec, Read, flag
+from kvferry.handshake.values import STATELESS_METHODS, FactValue, effective_dtype, speculative_method
+
+__all__ = ["SPECULATION"]
+
+_MUST, _BRIDGED, _INFO = FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.INFORMATIVE
+
+
+def _drafting(engine: EngineDescription) -> SpeculationFacts | None:
+    """The speculation whose drafter keeps KV or reads hidden states; None for ngram, suffix and none (R3)."""
+    spec = engine.speculation
+    method = speculative_method(spec.method) if spec else None
+    return None if method is None or method in STATELESS_METHODS else spec
+
+
+def _stateless(engine: EngineDescription) -> str | None:
+    method = speculative_method(engine.speculation.method) if engine.speculation else None
+    return method if method in STATELESS_METHODS else None
+
+
+def _method(engine: EngineDescription) -> str | None:
+    spec = _drafting(engine)
+    return speculative_method(spec.method) if spec else None
+
+
+def _draft(read: Callable[[SpeculationFacts, EngineDescription], FactValue]) -> Read:
+    def of(engine: EngineDescription) -> FactValue:
+        spec = _drafting(engine)
+        return None if spec is None else read(spec, engine)
+
+    return of
+
+
+def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
+    override = spec.draft_kv_dtype
+    if override is None:
+        return kv_dtype(engine)
+    return effective_dtype(override, model_dtype(engine), "draft_kv_dtype")
+
+
+_SPEC_CONFIG = '--speculative-config \'{{"{key}": "{{value}}", ...}}\''
+
+
+def _speculative(mini: str, key: str) -> dict[str, str]:
+    return flag(f"{mini} {{value}}", _SPEC_CONFIG.format(key=key))
+
+
+SPECULATION = (
+    FactSpec(
+        name="speculation.method",
+        kind=_MUST,
+        read=_method,
+        meaning="a method whose drafter reads hidden states or keeps KV of its own; ngram and suffix do neither",
+        why="the drafter's cache would be empty or another drafter's: drafts are rejected, or layers are missing",
+        settings=_speculative("--spec-method", "method"),
+        change=Change.ABSENT,
+        strict=True,
+        rules="R3 R4 R7",
+    ),
+    FactSpec(
+        name="speculation.stateless_method",
+        kind=_BRIDGED,
+        read=_stateless,
+        meaning="ngram or suffix: drafts from the text alone",
+        why="there is nothing to hand over, so one side may have it and the other not",
+        settings=_speculative("--spec-method", "method"),
+        rules="R3 R7",
+    ),
+    FactSpec(
+        name="speculation.draft_fingerprint",
+        kind=_MUST,
+        read=_draft(lambda s, e: s.draft_fingerprint),
+        meaning="what the draft model is: its config and weights",
+        why="the drafter's cache would be another drafter's",
+        settings=_speculative("--draft-model", "model"),
+        part_of="speculation.method",
+    ),
+    FactSpec(
+        name="speculation.draft_model",
+        kind=_MUST,
+        read=_draft(lambda s, e: s.draft_model),
+        meaning="how the operator named the draft model",
+        why="stands in for the draft's fingerprint where there is none",
+        settings=_speculative("--draft-model", "model"),
+        part_of="speculation.method",
+        settled_by="speculation.draft_fingerprint",
+        strict=True,
+        rules="R4 R7",
+    ),
+    FactSpec(
+        name="speculation.draft_revision",
+        kind=_MUST,
+        read=_draft(lambda s, e: revision(s.draft_revision)),
+        meaning="the draft's revision; `main` and none are one",
+        why="the drafter's cache would be another drafter's",
+        settings=_speculative("--draft-revision", "revision"),
+        part_of="speculation.method",
+        strict=True,
+        rules="R4",
+    ),
+    FactSpec(
+        name="speculation.draft_code_revision",
+        kind=_MUST,
+        read=_draft(lambda s, e: revision(s.draft_code_revision)),
+        meaning="the revision of the draft's code",
+        why="other code may compute other KV from the same weights",
+        settings=_speculative("--draft-code-revision", "code_revision"),
+        part_of="speculation.method",
+        strict=True,
+        rules="R4",
+    ),
+    FactSpec(
+        name="speculation.parallel_drafting",
+        kind=_MUST,
+        read=_draft(lambda s, e: s.parallel_drafting),
+        meaning="whether all draft tokens come from one pass",
+        why="the drafter's cache holds other positions",
+        settings=flag("--parallel-drafting {value}", "--speculative-config '{{\"parallel_drafting\": {value}, ...}}'"),
+        part_of="speculation.method",
+        strict=True,
+        rules="R4",
+    ),
+    FactSpec(
+        name="speculation.draft_kv_dtype",
+        kind=_MUST,
+        read=_draft(_draft_kv_dtype),
+        meaning="the draft cache's effective dtype: the override, else the target's KV dtype",
+        why=GARBAGE,
+        settings=_speculative("--draft-kv-dtype", "kv_cache_dtype"),
+        part_of="speculation.method",
+        strict=True,
+        rules="R4 R6",
+    ),
+    FactSpec(
+        name="speculation.aux_layers",
+        kind=_MUST,
+        read=_draft(lambda s, e: None if s.aux_layers is None else tuple(s.aux_layers)),
+        meaning="ids of the layers whose hidden states the draft reads, in order",
+        why="the drafter's cache was computed from other hidden states",
+        settings={
+            "mini": "kvferry serve --aux-layers {value}",
+            "": "eagle_aux_hidden_state_layer_ids={value} in the draft's config.json",
+        },
+        part_of="speculation.method",
+        strict=True,
+        rules="R4",
+    ),
+    FactSpec(
+        name="speculation.num_layers",
+        kind=_MUST,
+        read=_draft(lambda s, e: s.num_layers),
+        meaning="layers or modules of the draft that keep KV",
+        why="decode would need layers that prefill has not computed",
+        settings=_speculative("--draft-model", "model"),
+        part_of="speculation.method",
+    ),
+    FactSpec(
+        name="speculation.num_tokens",
+        kind=_INFO,
+        read=lambda e: e.speculation.num_tokens if e.speculation else None,
+        meaning="draft depth",
+        why="prefill states the exact range that it computed, and decode computes the rest",
+        settings=_speculative("--num-speculative-tokens", "num_speculative_tokens"),
+        part_of="speculation.method",
+        rules="R5",
+    ),
+    FactSpec(
+        name="speculation.attention_backend",
+        kind=_INFO,
+        read=_draft(lambda s, e: s.attention_backend.upper() if s.attention_backend else None),
+        meaning="the draft's attention backend",
+        why="its only effect on a transfer is layout, which is paired per layer",
+        settings=_speculative("--draft-attention-backend", "attention_backend"),
+        part_of="speculation.method",
+        rules="R5",
+    ),
+)

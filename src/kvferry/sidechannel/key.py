@@ -1,0 +1,114 @@
+"""The key that the engines of one fleet share, and which addresses need it.
+
+The key is one CURVE (Curve25519) secret; its public half follows from it. Both ends of every side channel use the same
+pair: the client proves that it has the secret, and so does the server, and everything between them is encrypted. Why
+one pair, and not one an engine: engines come and go, and with a pair each, somebody would have to carry public keys
+around. The price: an engine cannot be shut out alone; make a new key for the fleet. The cryptography is libzmq's
+CurveZMQ, not ours.
+"""
+
+import ipaddress
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from kvferry.errors import ConfigError
+from kvferry.settings import SideChannelSettings
+
+__all__ = ["SharedKey", "is_loopback", "load_key", "new_key", "require_key"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "kvferry-key-1:"
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKey:
+    """A CURVE key pair in Z85, 40 characters each. The secret half is kept out of repr, and so out of logs."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @property
+    def raw_public(self) -> bytes:
+        """The public half as 32 bytes, as ZAP tells it."""
+        return z85.decode(self.public)
+
+
+def new_key(path: Path) -> SharedKey:
+    """Write a new key to a file that only its owner can read. Raises ConfigError if the file is there already."""
+    _, secret = zmq.curve_keypair()
+    text = (
+        "# The key that all engines of one kvferry fleet share. Who has it can read users' prompts: keep it secret.\n"
+        f"{_PREFIX}{secret.decode()}\n"
+    )
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{str(path)!r} is there already, and engines may use it: choose another name") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another path") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    return _parse(text, str(path))
+
+
+def load_key(settings: SideChannelSettings) -> SharedKey | None:
+    """The key of settings.key_file, else of the file KVFERRY_KEY_FILE, else KVFERRY_KEY itself; None without any.
+
+    Raises ConfigError for a file that cannot be read and for text that is no key.
+    """
+    name = settings.key_file or os.environ.get("KVFERRY_KEY_FILE")
+    if not name:
+        text = os.environ.get("KVFERRY_KEY")
+        return _parse(text, "KVFERRY_KEY") if text else None
+    path = Path(name)
+    try:
+        text = path.read_text(errors="replace")
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(
+            f"side_channel.key_file={name!r} cannot be read: {error.strerror}. Make one: kvferry key new {name}"
+        ) from error
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        # Not an error: secrets that a container platform mounts are often readable for all inside the container.
+        logger.warning("others on this machine can read the key file=%s: chmod 600", name)
+    return _parse(text, name)
+
+
+def _parse(text: str, where: str) -> SharedKey:
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith(_PREFIX)]
+    secret = lines[0].removeprefix(_PREFIX) if len(lines) == 1 else ""
+    if not _Z85.fullmatch(secret):
+        # The text itself is not shown: it may be most of a secret.
+        raise ConfigError(
+            f"{where!r} holds no kvferry key (one line {_PREFIX}... is due). Make one: kvferry key new FILE"
+        )
+    return SharedKey(zmq.curve_public(secret.encode()), secret.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only. Looks no name up: of names, only `localhost` counts."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def require_key(key: SharedKey | None, host: str, doing: str) -> None:
+    """Raises ConfigError for an address beyond loopback without a key."""
+    if key is None and not is_loopback(host):
+        raise ConfigError(
+            f"side_channel.host={host!r} can be reached from other machines, and without a key anyone there could read "
+            f"users' prompts: refusing to {doing}. Make a key: `kvferry key new FILE`, and give every engine "
+            "side_channel.key_file=FILE (or KVFERRY_KEY_FILE); or stay on 127.0.0.1"
+        )

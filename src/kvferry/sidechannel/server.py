@@ -1,0 +1,242 @@
+"""The listener: one thread and one port an engine, on which peers ask to shake hands.
+
+It survives whatever is sent to it: frames of the wrong number or size are dropped and counted, a handler that raises is
+logged and answered, and a peer that asks too often is answered BUSY without waking the handler. libzmq ends connections
+whose messages are too long, that do not finish their greeting, or that have gone silent. On any address but loopback
+every connection is authenticated (CURVE, see sidechannel.key) before one byte of it is read.
+
+Known limit: libzmq has no limit on the number of frames of one message, so who has the key (on loopback: any local
+user) can make the listener hold many frames at once.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.clock import Clock, MonotonicClock
+from kvferry.errors import ConfigError
+from kvferry.settings import SideChannelSettings
+from kvferry.sidechannel.key import load_key, require_key
+from kvferry.sidechannel.limits import RateLimit
+from kvferry.wire.envelope import Envelope, Kind, encode_envelope
+
+__all__ = ["MAX_TOKEN_BYTES", "OnEnvelope", "SideChannelServer", "SideChannelStats"]
+
+logger = logging.getLogger(__name__)
+
+OnEnvelope = Callable[[bytes, str], bytes]
+"""(message, peer's address) -> answer. Called on the listener's thread, one at a time; should take milliseconds."""
+
+MAX_TOKEN_BYTES = 16
+_GREETING_MS = 3000
+_HEARTBEAT_MS = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class SideChannelStats:
+    """What has come since the start."""
+
+    answered: int = 0
+    malformed: int = 0
+    """Dropped: not the frames that a peer sends."""
+    limited: int = 0
+    """Answered BUSY: more than max_handshakes_per_s from one address."""
+    denied: int = 0
+    """Connections refused: a wrong key, or more than max_peers at a time."""
+    failed: int = 0
+    """The handler raised, or the socket did."""
+    connections: int = 0
+    """Open now."""
+
+
+class SideChannelServer:
+    """Binds when made; answers from `start` to `close`. Not to be started twice."""
+
+    def __init__(
+        self,
+        settings: SideChannelSettings,
+        on_envelope: OnEnvelope,
+        *,
+        name: str = "kvferry",
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises ConfigError for an address that needs a key, or cannot be bound."""
+        self._key = load_key(settings)
+        require_key(self._key, settings.host, "listen there")
+        self._settings = settings
+        self._on_envelope = on_envelope
+        self._clock = clock or MonotonicClock()
+        self._limit = RateLimit(settings.max_handshakes_per_s)
+        self._busy = _busy(name, f"more than {settings.max_handshakes_per_s:g} handshakes a second from one address")
+        self._broken = _busy(name, "the handshake failed inside; its log has the traceback")
+        self._stats = SideChannelStats()
+        self._connections: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._context = zmq.Context()
+        self._context.linger = 0
+        try:
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.bind("inproc://zeromq.zap.01")
+            self._stop_out = self._context.socket(zmq.PAIR)
+            self._stop_in = self._context.socket(zmq.PAIR)
+            self._stop_in.bind("inproc://stop")
+            self._stop_out.connect("inproc://stop")
+            self._socket = self._bind()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    @property
+    def port(self) -> int:
+        """The port that was bound; of use to tell peers when settings.port is 0."""
+        return self._port
+
+    @property
+    def host(self) -> str:
+        """The address to tell peers."""
+        return self._settings.host
+
+    def stats(self) -> SideChannelStats:
+        """A snapshot."""
+        return replace(self._stats, connections=len(self._connections))
+
+    def start(self) -> None:
+        """Begin to answer."""
+        assert self._thread is None, "a listener is started once"
+        self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and leave nothing behind: no thread, no socket, no descriptor. Idempotent; waits for the handler."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread is not None:
+            self._stop_out.send(b"")
+            self._thread.join()
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def _bind(self) -> "zmq.Socket[bytes]":
+        settings = self._settings
+        router = self._context.socket(zmq.ROUTER)
+        router.maxmsgsize = settings.max_message_bytes
+        router.ipv6 = ":" in settings.host
+        router.handshake_ivl = _GREETING_MS
+        router.heartbeat_ivl = _HEARTBEAT_MS
+        router.heartbeat_timeout = 3 * _HEARTBEAT_MS
+        router.rcvhwm = router.sndhwm = 16  # for each peer
+        router.setsockopt(zmq.BACKLOG, 1024)
+        router.zap_domain = b"kvferry"  # makes libzmq ask our ZAP handler, without a key too
+        if self._key is not None:
+            router.curve_server = True
+            router.curve_secretkey = self._key.secret
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        self._monitor = router.get_monitor_socket(events)
+        host = settings.host.strip("[]")
+        host = f"[{host}]" if ":" in host else host
+        try:
+            router.bind(f"tcp://{host}:{settings.port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"side_channel.host={settings.host!r} side_channel.port={settings.port!r} cannot be bound: "
+                f"{error.strerror}. Choose an address of this machine, and a port that is free (0 takes one)"
+            ) from error
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._port = int(endpoint.rsplit(":", 1)[1])
+        return router
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for sock in (self._stop_in, self._zap, self._monitor, self._socket):
+            poller.register(sock, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stop_in in ready:
+                return
+            try:
+                if self._monitor in ready:
+                    self._count_connection()
+                if self._zap in ready:
+                    self._admit()
+                if self._socket in ready:
+                    self._answer()
+            except zmq.ZMQError as error:
+                self._count(failed=1)
+                logger.warning("side channel error=%s", error)
+            except Exception:  # the listener outlives any message
+                self._count(failed=1)
+                logger.exception("side channel: a message could not be handled")
+
+    def _count(self, **more: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + num for name, num in more.items()})
+
+    def _count_connection(self) -> None:
+        event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            self._connections.add(event["value"])
+        else:
+            self._connections.discard(event["value"])
+
+    def _admit(self) -> None:
+        """ZAP (RFC 27): may this connection in? Asked by libzmq for each, before anything of it is read."""
+        frames = self._zap.recv_multipart(zmq.NOBLOCK)
+        version, request, _, _, _, mechanism, *credentials = [*frames, b"", b"", b"", b"", b"", b""]
+        known = self._key is None or (mechanism == b"CURVE" and credentials[0] == self._key.raw_public)
+        room = len(self._connections) <= self._settings.max_peers
+        if not (known and room):
+            self._count(denied=1)
+        status = (b"200", b"OK") if known and room else (b"400", b"wrong key" if not known else b"too many peers")
+        self._zap.send_multipart([version, request, *status, b"peer", b""])
+
+    def _answer(self) -> None:
+        frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        if len(frames) != 3 or len(frames[1]) > MAX_TOKEN_BYTES:
+            self._count(malformed=1)
+            return
+        identity, token, body = frames
+        address = _address(body)
+        if not self._limit.allow(address, self._clock.now_s()):
+            self._count(limited=1)
+            reply = self._busy
+        else:
+            try:
+                reply = self._on_envelope(body.bytes, address)
+                self._count(answered=1)
+            except Exception:
+                # A bug of ours must cost this peer an answer, and nobody else the listener.
+                self._count(failed=1)
+                logger.exception("side channel: the handler failed address=%s", address)
+                reply = self._broken
+        try:
+            self._socket.send_multipart([identity.bytes, token.bytes, reply], zmq.NOBLOCK)
+        except zmq.Again:
+            self._count(failed=1)  # it does not read its answers
+
+
+def _address(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "unknown"
+
+
+def _busy(name: str, reason: str) -> bytes:
+    return encode_envelope(
+        Envelope(
+            kind=Kind.BUSY,
+            engine=name,
+            incarnation="-",
+            protocol_min=0,
+            protocol_max=0,
+            protocol=0,
+            digest=b"",
+            facts=(),
+            reason=reason,
+        )
+    )

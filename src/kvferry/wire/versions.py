@@ -1,0 +1,44 @@
+"""The protocol's versions (R9, R11).
+
+Raise PROTOCOL_MAX, with a line of history, for a change of: wire schema (payload or hand-off messages), meaning of a
+parameter, transfer protocol, cache layout, or how blocks are organised. The envelope never changes.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.errors import ConfigError
+
+__all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_protocol"]
+
+HISTORY: dict[int, str] = {
+    1: "payload: ranks are maps with a transport name each; no capabilities are told",
+    2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are told",
+}
+"""What each version changed. One line a version; no line is ever edited."""
+
+PROTOCOL_MIN = min(HISTORY)
+"""The oldest version that this code still speaks."""
+
+PROTOCOL_MAX = max(HISTORY)
+"""The newest version that this code speaks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolRange:
+    """The versions that one side speaks, both ends included. Raises ConfigError for a range that we cannot speak."""
+
+    oldest: int = PROTOCOL_MIN
+    newest: int = PROTOCOL_MAX
+
+    def __post_init__(self) -> None:
+        if not PROTOCOL_MIN <= self.oldest <= self.newest <= PROTOCOL_MAX:
+            raise ConfigError(
+                f"protocol versions {self.oldest!r} to {self.newest!r} were asked for; this kvferry speaks "
+                f"{PROTOCOL_MIN} to {PROTOCOL_MAX}: set side_channel.protocol_max between them, or leave it out"
+            )
+
+
+def common_protocol(ours: ProtocolRange, their_oldest: int, their_newest: int) -> int | None:
+    """The highest version that both speak; None if there is none. Their numbers may be anything."""
+    highest = min(ours.newest, their_newest)
+    return highest if highest >= max(ours.oldest, their_oldest) else None
