@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.boxes import Box, GroupPair
+from kvferry.layout.checks import MAX_BLOCK_TOKENS
 from kvferry.layout.planning import moves
-from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, check_held, check_span, holder, segments
+from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, check_held, check_span, distinct, holder, segments
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -286,10 +287,10 @@ def _contiguous(run: int, dims: list[Fold]) -> tuple[int, list[Fold]]:
 
 def _alike_stretches(tokens: Int64s, counts: Int64s) -> Iterator[tuple[Int64s, int, int]]:
     """Rows of stretches that begin at the same token of a block and are equally long."""
-    keys, inverse = np.unique(np.stack((tokens, counts)), axis=1, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    for number in range(keys.shape[1]):
-        yield np.flatnonzero(inverse == number), int(keys[0, number]), int(keys[1, number])
+    keys = tokens * MAX_BLOCK_TOKENS + (counts - 1)
+    for key in distinct(keys):
+        token, count = divmod(int(key), MAX_BLOCK_TOKENS)
+        yield np.flatnonzero(keys == key), token, count + 1
 
 
 def _progressions(begins: Int64s) -> Iterator[tuple[slice, int]]:

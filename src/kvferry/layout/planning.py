@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.boxes import BoxClass, GroupPair, Template, merge_neighbours, templates
-from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, holder, segments, shared_span
+from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, distinct, holder, segments, shared_span
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -111,7 +111,7 @@ def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int) -> Iterator[R
             stretch = cut[group.pair]
             if move.source.block_tokens == move.destination.block_tokens:
                 stretch = _select(stretch, stretch.count != move.source.block_tokens)
-            for count in np.unique(stretch.count):
+            for count in distinct(stretch.count):
                 yield from _templated(group, _select(stretch, stretch.count == count), int(count), limit)
 
 
@@ -163,7 +163,7 @@ def _templated(group: BoxClass, stretch: Segments, num_tokens: int, limit: int) 
     source, destination = _by_source(*_starts(group, stretch))
     steps = np.diff(source)
     steps = np.where(steps == np.diff(destination), steps, -1)
-    repeated = np.unique(steps[steps > 0]) if len(steps) else steps
+    repeated = distinct(steps[steps > 0])
     for template in templates(group, num_tokens, limit):
         left = np.ones(len(template.length), np.bool_)
         for step in np.intersect1d(repeated, template.length):
