@@ -1,0 +1,234 @@
+"""Names for pieces of KV that mean the same bytes in every layout: for comparing what landed with what was sent.
+
+A cell is a layer, a part, a stretch of tokens and a range on every inner axis. Its bytes have one order, whatever the
+strides: by token, then by the axes as the cell lists them. Both sides derive the same cells from a transfer id, find
+them in their own memory with `cell_runs`, and hash them. A packing that moves in whole blocks is compared in whole
+blocks that lie inside the tokens; a state is compared whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import MalformedMessage
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.boxes import GroupPair
+from kvferry.layout.description import Axis, CacheKind, CacheLayout, Rank, Tensor
+from kvferry.layout.tokens import MAX_TOKENS, Holder, holder
+
+if TYPE_CHECKING:
+    from kvferry.layout.pairing import Edge
+
+__all__ = ["Cell", "CellRuns", "all_cells", "cell_runs", "sample_cells"]
+
+Int64s = npt.NDArray[np.int64]
+
+MAX_CELL_RUNS = 1 << 22
+"""A cell that falls into more pieces is refused."""
+MAX_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One piece of KV by name. Plain values only, so that it can travel; hostile until cell_runs has taken it."""
+
+    layer: str
+    part: str
+    start: int
+    """First token; of a state, the n of "the state after token n"."""
+    stop: int
+    """One behind the last token; of a state, n again."""
+    ranges: tuple[tuple[str, int, int], ...]
+    """(axis, first, one behind the last), outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellRuns:
+    """The bytes of a cell in one rank's memory, in the cell's order."""
+
+    region: int
+    offset: Int64s
+    length: Int64s
+
+    @property
+    def num_bytes(self) -> int:
+        """The cell's size."""
+        return int(self.length.sum())
+
+
+def cell_runs(layout: CacheLayout, tables: Sequence[BlockTable], cell: Cell, *, side: str = "local") -> CellRuns:
+    """Where a cell is in this rank's memory.
+
+    Raises MalformedMessage where the rank does not hold all of it, or the tables do not.
+    """
+    where = f"cell of layer {cell.layer!r} part {cell.part!r}"
+    tensor = next((t for t in layout.tensors if (t.layer, t.part) == (cell.layer, cell.part)), None)
+    if tensor is None:
+        raise MalformedMessage(f"{where}: rank {layout.rank.index} has no such tensor")
+    starts = _starts(where, layout, tensor, holder(side, layout, tables, tensor.group), cell)
+    run, offsets = _inner(where, tensor, cell, MAX_CELL_RUNS // max(1, len(starts)))
+    offset = (starts[:, None] + offsets).reshape(-1)
+    follows = offset[1:] == offset[:-1] + run
+    heads = np.concatenate(([0], np.flatnonzero(~follows) + 1)) if len(offset) else np.empty(0, np.int64)
+    return CellRuns(tensor.region, offset[heads], np.diff(np.append(heads, len(offset))) * run)
+
+
+def _starts(where: str, layout: CacheLayout, tensor: Tensor, held: Holder, cell: Cell) -> Int64s:
+    """The byte at which each token, block or state of the cell begins."""
+    stride = tensor.paging.block_stride_bytes
+    if layout.groups[tensor.group].kind is CacheKind.STATE:
+        if len(held.ids) != 1 or not held.first_token == cell.start == cell.stop:
+            raise MalformedMessage(
+                f"{where}: it is the state after token {cell.start}, and rank {layout.rank.index} has {len(held.ids)} "
+                f"states, of token {held.first_token}"
+            )
+        return tensor.offset_bytes + held.ids * stride
+    if not held.first_token <= cell.start < cell.stop <= held.end:
+        raise MalformedMessage(
+            f"{where}: tokens [{cell.start}, {cell.stop}) are not in the table, which holds "
+            f"[{held.first_token}, {held.end})"
+        )
+    low, high = (int(n) - held.first_local for n in held.local(np.array([cell.start, cell.stop], np.int64)))
+    if tensor.paging.token_stride_bytes is None:
+        inside = held.ids[-(-low // held.block_tokens) : high // held.block_tokens]
+        return inside * stride + tensor.offset_bytes
+    index, token = np.divmod(np.arange(low, high, dtype=np.int64), held.block_tokens)
+    return tensor.offset_bytes + held.ids[index] * stride + token * tensor.paging.token_stride_bytes
+
+
+def _inner(where: str, tensor: Tensor, cell: Cell, limit: int) -> tuple[int, Int64s]:
+    """(run, offsets) of the inner elements, in the cell's order."""
+    axes = {axis.name: axis for axis in tensor.axes}
+    if sorted(name for name, _, _ in cell.ranges) != sorted(axes):
+        raise MalformedMessage(
+            f"{where}: axes {[name for name, _, _ in cell.ranges]!r}; the tensor has {sorted(axes)!r}"
+        )
+    run = tensor.element_bytes
+    left: list[tuple[Axis, int, int]] = []
+    offset = 0
+    count = 1
+    for name, start, stop in cell.ranges:
+        axis = axes[name]
+        if not axis.start <= start < stop <= axis.stop:
+            raise MalformedMessage(f"{where}: {name} [{start}, {stop}) is not inside [{axis.start}, {axis.stop})")
+        offset += (start - axis.start) * axis.stride_bytes
+        left.append((axis, start, stop))
+    while left and (left[-1][0].stride_bytes == run or left[-1][2] - left[-1][1] == 1):
+        _, start, stop = left.pop()
+        run *= stop - start
+    offsets = np.array([offset], np.int64)
+    for axis, start, stop in left:
+        count *= stop - start
+        if count > limit:
+            raise MalformedMessage(f"{where}: more than {limit} pieces a token")
+        offsets = (offsets[:, None] + np.arange(stop - start, dtype=np.int64) * axis.stride_bytes).reshape(-1)
+    return run, offsets
+
+
+def sample_cells(seed: str, edge: "Edge", tokens: TokenRange, count: int, *, end: int | None = None) -> list[Cell]:
+    """Up to `count` cells of one token and one index of the first axis (a head) each; alike on both sides.
+
+    They depend on the seed (the transfer id), the names and ranges of the edge's slices, the tokens, and where the
+    destination goes on (`end`, tokens.stop if None; see planning.plan), not on strides or tables. Cells that a window
+    has left behind, and states of another chunk, are not drawn; so there may be fewer than `count`.
+    """
+    found: dict[Cell, None] = {}
+    names = [(piece.layer, piece.part, piece.ranges) for piece in edge.slices]
+    slices = sorted(range(len(names)), key=names.__getitem__)
+    for number in range(count):
+        for attempt in range(MAX_TRIES):
+            draw = _Draw(f"{seed}/{number}/{attempt}")
+            cell = _draw_cell(edge, slices[draw.below(len(slices))], tokens, tokens.stop if end is None else end, draw)
+            if cell is not None:
+                found[cell] = None
+                break
+    return list(found)
+
+
+def all_cells(edge: "Edge", tokens: TokenRange, *, end: int | None = None, max_tokens: int = 1024) -> Iterator[Cell]:
+    """Cells that together are everything that the edge must bring for these tokens; see sample_cells."""
+    final = tokens.stop if end is None else end
+    for index, piece in enumerate(edge.slices):
+        pair = edge.compiled.boxes[index][0]
+        destination = edge.destination.tensors[piece.destination_tensor]
+        ranges = tuple((axis.name, *bounds) for axis, bounds in zip(destination.axes, piece.ranges, strict=True))
+        if pair.state:
+            if tokens.start < tokens.stop == final:
+                yield Cell(piece.layer, piece.part, final, final, ranges)
+            continue
+        for start, stop in _common(edge, pair, _needed(edge, pair, tokens, final)):
+            step = max_tokens if not pair.whole else stop - start
+            for low in range(start, stop, step):
+                yield Cell(piece.layer, piece.part, low, min(stop, low + step), ranges)
+
+
+class _Draw:
+    """Numbers from a text, the same everywhere."""
+
+    def __init__(self, text: str) -> None:
+        self._left = int.from_bytes(blake2b(text.encode(), digest_size=32).digest(), "big")
+
+    def below(self, limit: int) -> int:
+        self._left, number = divmod(self._left, limit)
+        return number
+
+
+def _draw_cell(edge: "Edge", index: int, tokens: TokenRange, end: int, draw: _Draw) -> Cell | None:
+    piece = edge.slices[index]
+    pair = edge.compiled.boxes[index][0]
+    axes = edge.destination.tensors[piece.destination_tensor].axes
+    ranges = [(axis.name, start, stop) for axis, (start, stop) in zip(axes, piece.ranges, strict=True)]
+    if len(ranges) > 1 and not axes[0].atomic:
+        name, start, stop = ranges[0]
+        one = start + draw.below(stop - start)
+        ranges[0] = (name, one, one + 1)
+    if pair.state:
+        whole = tokens.start < tokens.stop == end
+        return Cell(piece.layer, piece.part, end, end, tuple(ranges)) if whole else None
+    needed = _needed(edge, pair, tokens, end)
+    if not len(needed):
+        return None
+    token = needed.start + draw.below(len(needed))
+    span = TokenRange(token, token + 1)
+    if pair.whole:
+        # Long enough to hold a whole block, wherever blocks begin.
+        reach = _period(edge, pair)
+        span = TokenRange(max(needed.start, token - reach), min(needed.stop, token + reach))
+    common = next(_common(edge, pair, span), None)
+    return None if common is None else Cell(piece.layer, piece.part, *common, tuple(ranges))
+
+
+def _period(edge: "Edge", pair: GroupPair) -> int:
+    return edge.destination.groups[pair.destination].block_tokens * edge.destination.rank.cp_size
+
+
+def _needed(edge: "Edge", pair: GroupPair, tokens: TokenRange, end: int) -> TokenRange:
+    """The tokens that must be moved whatever the tables hold: those that the destination's window still sees."""
+    window = edge.destination.groups[pair.destination].window_tokens
+    low = tokens.start if window is None else max(tokens.start, end - window + 1)
+    return TokenRange(min(low, tokens.stop), tokens.stop)
+
+
+def _common(edge: "Edge", pair: GroupPair, tokens: TokenRange) -> Iterator[tuple[int, int]]:
+    """Stretches whose tokens both ranks hold; where both deal tokens alike, one stretch that skips the others'."""
+    source, destination = _dealt(edge.source.rank), _dealt(edge.destination.rank)
+    if not len(tokens):
+        return
+    start, stop = tokens.start, tokens.stop
+    if (source.cp_size, source.cp_run) == (destination.cp_size, destination.cp_run):
+        low, high = (int(n) for n in source.local(np.array([start, stop], np.int64)))
+        if source.cp_rank == destination.cp_rank and low < high:
+            yield start, stop
+        return
+    marks = np.unique(np.concatenate(([start], source.run_starts(start, stop), destination.run_starts(start, stop))))
+    for begin, finish in zip(marks, [*marks[1:], stop], strict=True):
+        if source.owns(begin) and destination.owns(begin):
+            yield int(begin), int(finish)
+
+
+def _dealt(rank: Rank) -> Holder:
+    return Holder("", np.zeros(1, np.int64), 0, MAX_TOKENS, rank.cp_rank, rank.cp_size, rank.cp_run_tokens)
