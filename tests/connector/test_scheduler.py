@@ -7,7 +7,7 @@ import pytest
 from kvferry.connector.base import Match
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, PullScheduler, PushScheduler, make_scheduler
-from kvferry.handoff.orders import Failed, Introduce, Landed, StepReport
+from kvferry.handoff.orders import Failed, Landed, StepReport
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FailurePolicy, FerrySettings, TransferMode, TransferSettings
@@ -36,9 +36,6 @@ class Board:
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         self.asked.append((engine, host, port))
         return self.answer
-
-    def take_introductions(self) -> tuple[Introduce, ...]:
-        return ()
 
 
 def make(
@@ -277,3 +274,17 @@ def test_one_transfer_id_serves_one_request() -> None:
     twin.request_id = RequestId("r-2")
     half.on_new_request(twin)
     assert "one dispatch, one id" in half.match(twin, 0).reason
+
+
+def test_a_full_prefix_hit_tells_the_peer_at_once_and_keeps_nobody_waiting() -> None:
+    half = make()
+    request = decode_request()
+    half.on_new_request(request)
+    assert half.match(request, 32).num_tokens == 0
+    half.after_alloc(request, TABLES, 32)
+    (want,) = half.build_orders().want
+    assert len(want.wanted) == 0
+    assert half.request_finished(request, TABLES, 40, first_token=None, aborted=False) == (None, None)
+    outcome = half.update([StepReport(landed=(landed(),))])
+    assert (outcome.landed, outcome.failed) == ((), ())
+    assert not half.has_pending_work()

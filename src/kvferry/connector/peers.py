@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvferry.handoff.orders import Introduce
 from kvferry.ids import EngineId, Incarnation
 
 __all__ = ["PeerBoard", "PeerStatus", "PeerView"]
@@ -33,8 +32,4 @@ class PeerBoard(Protocol):
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Where that engine stands; the first call for an unknown one starts a handshake. Never blocks."""
-        ...
-
-    def take_introductions(self) -> tuple[Introduce, ...]:
-        """Engines accepted since the last call, whoever asked whom."""
         ...

@@ -202,6 +202,8 @@ class HandoffScheduler:
             return
         assert entry.incarnation is not None, "match() was answered with tokens before blocks were allocated"
         entry.started = True
+        wanted = TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens)
+        entry.told = not len(wanted)  # all of it was cached: the peer has to know, the engine does not wait
         self._next.want.append(
             Want(
                 transfer=entry.transfer,
@@ -210,7 +212,7 @@ class HandoffScheduler:
                 incarnation=entry.incarnation,
                 mode=self.mode,
                 tables=tuple(tables),
-                wanted=TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens),
+                wanted=wanted,
                 deadline_s=self._settings.transfer.deadline_s,
             )
         )
@@ -324,7 +326,6 @@ class HandoffScheduler:
         """All orders since the last step."""
         now, self._next = self._next, _Pending()
         return StepOrders(
-            introduce=self._peers.take_introductions(),
             offer=tuple(now.offer.values()),
             withdraw=tuple(now.withdraw),
             hold=tuple(now.hold),

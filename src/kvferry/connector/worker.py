@@ -1,12 +1,18 @@
 """The worker half: hands orders to the driver thread, brings back what has ended. Never raises, never blocks."""
 
 import logging
+from collections.abc import Sequence
 
 from kvferry.handoff.driver import Driver
-from kvferry.handoff.orders import StepOrders, StepReport
+from kvferry.handoff.orders import Introduce, StepOrders, StepReport
+from kvferry.ids import EngineId, Incarnation, peer_name
+from kvferry.layout.description import CacheLayout
+from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
+from kvferry.transport.base import Transport
+from kvferry.transport.registry import make_transport
 
-__all__ = ["HandoffWorker"]
+__all__ = ["HandoffWorker", "start_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -14,8 +20,10 @@ logger = logging.getLogger(__name__)
 class HandoffWorker:
     """One rank's worker half. See connector.base.WorkerHalf for the contract of each hook."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, transport: Transport) -> None:
         self._driver = driver
+        self._transport = transport
+        self.transport_metadata = transport.metadata()
 
     def start_step(self, orders: StepOrders) -> None:
         """Queue the orders for the driver thread."""
@@ -26,6 +34,10 @@ class HandoffWorker:
         """What has ended since the last call."""
         return self._driver.collect()
 
+    def introduce(self, peer: Introduce) -> None:
+        """A peer was accepted. From any thread."""
+        self._driver.submit(StepOrders(introduce=(peer,)))
+
     def stats(self) -> HandoffStats:
         """Counters since the start."""
         return self._driver.stats()
@@ -33,3 +45,38 @@ class HandoffWorker:
     def close(self) -> None:
         """End the driver thread, then the transport; nothing of them remains."""
         self._driver.close()
+        self._transport.close()
+
+
+def start_worker(
+    layout: CacheLayout,
+    owners: Sequence[object],
+    *,
+    engine: EngineId,
+    incarnation: Incarnation,
+    settings: FerrySettings,
+    num_ranks: int = 1,
+) -> HandoffWorker:
+    """Register this rank's cache with the configured transport and start its driver thread.
+
+    `owners` keep the memory alive. Raises ConfigError for a transport that cannot be had; then nothing is left behind.
+    """
+    rank = layout.rank.index
+    transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
+    try:
+        transport.register(layout.regions, owners)
+        driver = Driver(
+            transport=transport,
+            layout=layout,
+            memory_owners=owners,
+            engine=engine,
+            incarnation=incarnation,
+            rank=rank,
+            num_ranks=num_ranks,
+            settings=settings,
+        )
+        driver.start()
+    except BaseException:
+        transport.close()
+        raise
+    return HandoffWorker(driver, transport)

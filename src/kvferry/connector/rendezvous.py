@@ -1,0 +1,118 @@
+"""Where an engine meets others: the desk that judges, and the two sockets of the side channel.
+
+Threads: the listener's thread answers peers; `view` is called on the engine's thread, sends questions and takes answers
+without blocking. An accepted peer is introduced to the worker halves before it is told that it was accepted, so that
+its first message finds somebody who knows it.
+"""
+
+import logging
+from collections.abc import Callable
+
+from kvferry.clock import Clock, MonotonicClock
+from kvferry.connector.peers import PeerStatus, PeerView
+from kvferry.handoff.orders import Introduce
+from kvferry.handshake.desk import Desk
+from kvferry.handshake.handshake import LocalSide
+from kvferry.handshake.peers import Peer, PeerState
+from kvferry.ids import EngineId, Incarnation
+from kvferry.settings import SideChannelSettings
+from kvferry.sidechannel.client import SideChannelClient
+from kvferry.sidechannel.server import SideChannelServer
+
+__all__ = ["Rendezvous"]
+
+logger = logging.getLogger(__name__)
+
+
+class Rendezvous:
+    """One an engine. Binds when made, so that the address is known; answers from `start` to `close`."""
+
+    def __init__(
+        self,
+        settings: SideChannelSettings,
+        introduce: Callable[[Introduce], None],
+        *,
+        name: str,
+        clock: Clock | None = None,
+    ) -> None:
+        """`introduce` hands an accepted peer to every worker half; from any thread, must not block."""
+        self._settings = settings
+        self._introduce = introduce
+        self._clock = clock or MonotonicClock()
+        self._desk: Desk | None = None
+        self._server = SideChannelServer(settings, self._answer, name=name, clock=self._clock)
+        self._client = SideChannelClient(settings, clock=self._clock)
+
+    @property
+    def host(self) -> str:
+        """The address to tell peers."""
+        return self._server.host
+
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
+        return self._server.port
+
+    def start(self, local: LocalSide) -> None:
+        """Begin to answer and to ask, as `local`."""
+        self._desk = Desk(local, max_peers=self._settings.max_peers)
+        self._server.start()
+
+    def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
+        """Where that engine stands; asks it if that is due. Never blocks."""
+        desk = self._open_desk()
+        peer = desk.want(engine, incarnation, host, port, self._clock.now_s())
+        if peer.state is not PeerState.ACCEPTED:
+            self._pump(desk)
+            peer = desk.book.get(engine) if peer.state is not PeerState.REFUSED else peer
+        return _view(peer, engine, incarnation)
+
+    def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
+        """The transport says that an accepted peer is gone."""
+        self._open_desk().lost(engine, incarnation, reason, self._clock.now_s())
+
+    def peers(self) -> tuple[Peer, ...]:
+        """All that are known, with why they were refused."""
+        return self._open_desk().book.peers() if self._desk is not None else ()
+
+    def close(self) -> None:
+        """No socket, no thread remains. Idempotent."""
+        self._server.close()
+        self._client.close()
+
+    def _open_desk(self) -> Desk:
+        assert self._desk is not None, "start() comes before any peer"
+        return self._desk
+
+    def _answer(self, body: bytes, address: str) -> bytes:
+        desk = self._open_desk()
+        reply = desk.answer(body, address, self._clock.now_s())
+        self._introduce_accepted(desk)
+        return reply
+
+    def _pump(self, desk: Desk) -> None:
+        for ask in desk.take_asks():
+            self._client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
+        for token, reply in self._client.poll():
+            desk.replied(token, reply, self._clock.now_s())
+        self._introduce_accepted(desk)
+
+    def _introduce_accepted(self, desk: Desk) -> None:
+        for gone in desk.take_gone():
+            logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
+        for peer in desk.take_accepted():
+            self._introduce(Introduce(peer.engine, peer.incarnation, peer.hello))
+
+
+def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:
+    if peer.state is PeerState.ACCEPTED:
+        if incarnation is None or incarnation == peer.incarnation:
+            return PeerView(PeerStatus.ACCEPTED, incarnation=peer.incarnation)
+        return PeerView(
+            PeerStatus.REFUSED,
+            f"engine {engine!r} has restarted since it computed the prompt (it was {incarnation!r}, and is "
+            f"{peer.incarnation!r}): its cache is gone",
+        )
+    if peer.state in (PeerState.ASKING, PeerState.UNKNOWN):
+        return PeerView(PeerStatus.ASKING)
+    return PeerView(PeerStatus.REFUSED, peer.reason)
