@@ -1,0 +1,232 @@
+"""What the conformance suite cannot say: NIXL's own errors, peers that die, and what is left behind."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.errors import ConfigError, FerryError, PeerLost, TransferError
+from kvferry.ids import PeerName
+from kvferry.testing.ends import LocalEnd, ProcessEnd
+from kvferry.testing.transport_suite import runs
+from kvferry.transport.base import Completion, Operation
+from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.nixl_errors import MEANING, bindings, mapped
+
+pytestmark = pytest.mark.process
+
+NEAR, FAR = PeerName("near/i1/0"), PeerName("far/i1/0")
+BIG = 64 << 20
+TCP = {"UCX_TLS": "tcp,self"}
+
+
+def test_every_exception_of_the_library_is_mapped() -> None:
+    raised = {
+        name for name, value in vars(bindings).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    assert raised == set(MEANING)
+
+
+@pytest.mark.parametrize("name", [*MEANING, "RuntimeError"])
+def test_a_mapped_exception_becomes_ours(name: str) -> None:
+    foreign = RuntimeError if name == "RuntimeError" else getattr(bindings, name)
+    with pytest.raises(FerryError, match=r"^NIXL cannot do it: because$") as caught, mapped("do it"):
+        raise foreign("because")
+    assert type(caught.value) in (PeerLost, TransferError, ConfigError)
+
+
+def test_an_exception_that_is_not_the_librarys_passes() -> None:
+    with pytest.raises(KeyError), mapped("do it"):
+        raise KeyError("ours")
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    end_s = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {deadline_s} s"
+        pause.wait(0.005)
+
+
+def poll_until_completion(end: LocalEnd) -> Completion:
+    found: list[Completion] = []
+    wait_until(lambda: found.extend(end.transport.poll().completions) or found)
+    return found[0]
+
+
+@pytest.fixture
+def far() -> Iterator[ProcessEnd]:
+    end = ProcessEnd("nixl", FAR, (BIG,))
+    yield end
+    end.close()
+
+
+@pytest.fixture
+def near(far: ProcessEnd) -> Iterator[LocalEnd]:
+    end = LocalEnd(NixlTransport(NEAR, settle_s=0.2), NEAR, (BIG,))
+    end.transport.connect(FAR, far.transport.metadata(), far.regions)
+    far.transport.connect(NEAR, end.transport.metadata(), end.regions)
+    yield end
+    end.close()
+
+
+def test_a_peer_that_was_killed_is_lost_at_once(near: LocalEnd, far: ProcessEnd) -> None:
+    far.kill()
+
+    def is_lost() -> bool:
+        try:
+            near.transport.send(FAR, b"are you there?")
+        except PeerLost:
+            return True
+        return False
+
+    wait_until(is_lost)
+    with pytest.raises(PeerLost, match=FAR):
+        near.transport.post(FAR, Operation.READ, [runs([0], [0], [100])])
+    near.transport.disconnect(FAR)
+
+
+def test_a_peer_killed_during_a_copy_ends_it_with_an_error(near: LocalEnd, far: ProcessEnd) -> None:
+    # Whatever instant the kill hits, the transfers end, and none of them as a success after the peer is gone.
+    stop = threading.Timer(0.05, far.kill)
+    stop.start()
+    outcomes: list[str | None] = []
+    end_s = time.monotonic() + 20
+    while not outcomes or outcomes[-1] is None:
+        assert time.monotonic() < end_s, "a killed peer must be noticed"
+        try:
+            near.transport.post(FAR, Operation.READ, [runs([0], [0], [BIG])])
+        except (PeerLost, TransferError) as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(poll_until_completion(near).error)
+    stop.join()
+
+
+def post_read(end: LocalEnd, num_bytes: int) -> None:
+    end.transport.post(FAR, Operation.READ, [runs([0], [0], [num_bytes])])
+
+
+def drain(end: LocalEnd) -> list[str | None]:
+    return [done.error for done in end.transport.poll().completions]
+
+
+def disconnect(end: LocalEnd) -> None:
+    end.transport.disconnect(FAR)
+
+
+@pytest.fixture
+def over_tcp() -> Iterator[tuple[ProcessEnd, ProcessEnd]]:
+    """TCP needs the peer's help for each byte, so that a stopped peer really stalls a transfer."""
+    near = ProcessEnd("nixl", NEAR, (BIG,), options={"settle_s": 0.3}, environment=TCP)
+    far = ProcessEnd("nixl", FAR, (BIG,), environment=TCP)
+    near.transport.connect(FAR, far.transport.metadata(), far.regions)
+    far.transport.connect(NEAR, near.transport.metadata(), near.regions)
+    near.run(post_read, 100)
+    wait_until(lambda: near.run(drain) == [None])
+    yield near, far
+    near.close()
+    far.close()
+
+
+def stall(near: ProcessEnd, far: ProcessEnd) -> None:
+    assert far.process.pid is not None
+    os.kill(far.process.pid, signal.SIGSTOP)
+    near.run(post_read, BIG)
+    for _ in range(20):
+        assert near.run(drain) == []
+
+
+def test_over_tcp_a_killed_peer_ends_the_transfer(over_tcp: tuple[ProcessEnd, ProcessEnd]) -> None:
+    near, far = over_tcp
+    stall(near, far)
+    far.kill()
+    errors: list[str | None] = []
+    wait_until(lambda: errors.extend(near.run(drain)) or errors)
+    assert len(errors) == 1
+    assert "NIXL cannot finish" in (errors[0] or "")
+
+
+def test_disconnecting_a_peer_that_hangs_ends_its_transfers(over_tcp: tuple[ProcessEnd, ProcessEnd]) -> None:
+    near, far = over_tcp
+    stall(near, far)
+    near.run(disconnect)
+    errors: list[str | None] = []
+    wait_until(lambda: errors.extend(near.run(drain)) or errors)
+    assert errors == [f"peer {FAR!r} was disconnected"]
+    far.kill()
+
+
+def census() -> tuple[set[str], int]:
+    """What this process holds: open files by what they are, and its threads."""
+    return set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def resident_mib() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def two_ends() -> tuple[LocalEnd, LocalEnd]:
+    ends = [LocalEnd(NixlTransport(name), name, (1 << 16,)) for name in (NEAR, FAR)]
+    for one, other in (ends, ends[::-1]):
+        one.transport.connect(other.name, other.transport.metadata(), other.regions)
+    return ends[0], ends[1]
+
+
+def test_close_leaves_no_thread_no_file_and_no_shared_memory() -> None:
+    for end in two_ends():
+        end.close()  # the library opens a few things once for ever
+    shared, before = set(os.listdir("/dev/shm")), census()
+    ends = two_ends()
+    ends[0].transport.post(FAR, Operation.READ, [runs([0], [0], [100])])
+    assert census()[1] > before[1], "the progress threads are what this test looks at"
+    for end in ends:
+        end.close()
+    assert census() == before
+    assert {name for name in os.listdir("/dev/shm") if "ucx" in name} <= shared
+
+
+def test_ten_thousand_transfers_leave_nothing() -> None:
+    near, far = two_ends()
+    piece = runs(list(range(0, 640, 64)), list(range(0, 640, 64)), [32] * 10)
+
+    def transfers(count: int) -> None:
+        for _ in range(count):
+            near.transport.post(FAR, Operation.READ, [piece], b"done")
+            poll_until_completion(near)
+            far.transport.poll()
+
+    transfers(1000)
+    before, resident_before = census(), resident_mib()
+    transfers(10_000)
+    assert census() == before
+    # 20 bytes a transfer at most: a handle of ten descriptors would be more.
+    assert resident_mib() - resident_before <= 4
+    near.close()
+    far.close()
+
+
+def test_peers_that_come_and_go_leave_nothing() -> None:
+    # R24
+    near = LocalEnd(NixlTransport(NEAR), NEAR, (1 << 16,))
+    far = ProcessEnd("nixl", FAR, (1 << 16,))
+
+    def visit(name: PeerName) -> None:
+        far.renew(name, (1 << 16,))
+        near.transport.connect(name, far.transport.metadata(), far.regions)
+        near.transport.post(name, Operation.READ, [runs([0], [0], [100])], b"hello")
+        assert poll_until_completion(near).error is None
+        near.transport.disconnect(name)
+
+    for incarnation in range(3):
+        visit(PeerName(f"far/warm{incarnation}/0"))
+    before = len(census()[0])
+    for incarnation in range(30):
+        visit(PeerName(f"far/i{incarnation}/0"))
+    wait_until(lambda: len(census()[0]) <= before)
+    near.close()
+    far.close()
