@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front door that pairs a prefill worker with a decode worker."""
+"""The OpenAI-compatible front door that pairs prefill with decode. Read: app, dispatch, workers, relay."""

@@ -1,0 +1,124 @@
+"""The client's body, and the bodies made from it for prefill and decode. Unknown fields are passed on as they came.
+
+Every value stays the bytes that the client sent, unless it is one of those named here.
+"""
+
+import msgspec
+
+from kvferry.http.bodies import decode_body
+from kvferry.http.errors import ApiError
+
+__all__ = ["ClientBody", "PrefillAnswer"]
+
+_encode = msgspec.json.encode
+_TICKET = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What prefill is told; the names and nulls are those that vLLM's connectors read."""
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """The fields that the router reads."""
+
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    prompt: str | list[str | int | list[int]] | None = None
+
+
+class PrefillAnswer(msgspec.Struct, frozen=True):
+    """Prefill's answer, as far as the router reads it."""
+
+    class Choice(msgspec.Struct, frozen=True):
+        """One of `choices`."""
+
+        finish_reason: str | None = None
+
+    choices: list[Choice]
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def params(self) -> msgspec.Raw | None:
+        """The hand-off's parameters, the bytes that prefill sent; None if there are none."""
+        raw = self.kv_transfer_params
+        return None if bytes(raw) == b"null" else raw
+
+
+class ClientBody:
+    """A request of a client."""
+
+    def __init__(self, raw: bytes) -> None:
+        """Raises ApiError 400 for what is no JSON object, or has a wrong type where the router reads."""
+        self._read = decode_body(raw, _Read)
+        fields = decode_body(raw, dict[str, msgspec.Raw])
+        fields.pop("kv_transfer_params", None)  # the router's to set
+        self._fields = fields
+
+    @property
+    def stream(self) -> bool:
+        """The client wants a stream."""
+        return bool(self._read.stream)
+
+    @property
+    def include_usage(self) -> bool:
+        """The stream is to end with the usage."""
+        return bool(self._read.stream_options and self._read.stream_options.include_usage)
+
+    @property
+    def num_choices(self) -> int:
+        """`n`."""
+        return 1 if self._read.n is None else self._read.n
+
+    @property
+    def wants_one_token(self) -> bool:
+        """Prefill's own token is the whole answer."""
+        limit = self._read.max_completion_tokens
+        return (self._read.max_tokens if limit is None else limit) == 1
+
+    @property
+    def num_prompts(self) -> int:
+        """More than one only in /v1/completions."""
+        prompt = self._read.prompt
+        return 1 if not isinstance(prompt, list) or all(isinstance(item, int) for item in prompt) else len(prompt)
+
+    def plain(self) -> bytes:
+        """As the client sent it: no hand-off."""
+        return _encode(self._fields)
+
+    def for_prefill(self, transfer_id: str) -> bytes:
+        """One token, one choice, not streamed, for another engine to go on from."""
+        fields: dict[str, object] = dict(self._fields)
+        fields.pop("stream_options", None)
+        fields |= {"stream": False, "max_tokens": 1}
+        if "n" in fields:
+            fields["n"] = 1
+        if "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = 1
+        if self._read.min_tokens:
+            fields["min_tokens"] = 1
+        fields["kv_transfer_params"] = {**_TICKET, "transfer_id": transfer_id}
+        return _encode(fields)
+
+    def for_decode(self, params: msgspec.Raw | dict[str, object]) -> bytes:
+        """With the parameters of the hand-off: prefill's own bytes in pull mode."""
+        fields: dict[str, object] = dict(self._fields)
+        fields["kv_transfer_params"] = params
+        return _encode(fields)
+
+
+def check_choices(body: ClientBody) -> None:
+    """`n` must be positive: a wrong one would otherwise fail only after prefill has worked for it."""
+    if body.num_choices < 1:
+        raise ApiError(400, f"n={body.num_choices!r}: send 1 or more", param="n")

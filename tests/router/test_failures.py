@@ -1,0 +1,316 @@
+"""Workers that are not there, break, refuse, or come back: what the client gets, and that nothing is sent twice."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvferry.errors import ConfigError
+from kvferry.router.app import Router
+from kvferry.router.settings import RouterSettings
+from tests.engines.scripted_engine import until
+from tests.router.scripted_worker import (
+    FAST,
+    STREAM,
+    Asked,
+    Script,
+    a_decode,
+    a_prefill,
+    cutting,
+    decode_script,
+    fleet,
+    hanging,
+    refusing,
+)
+from tests.router.test_dispatch import BODY, post
+
+
+async def test_a_prefill_that_is_not_there_means_decode_alone_visibly() -> None:
+    p, d = a_prefill(port=1), a_decode()
+    async with fleet(p, d) as (url, _), aiohttp.ClientSession() as session:
+        response, _raw = await post(url, BODY)
+        assert response.status == 200
+        assert response.headers["x-kvferry-route"] == "alone"
+        assert "http://127.0.0.1:1" in response.headers["x-kvferry-why"]
+        assert d.asked[0].headers["x-kvferry-why"] == response.headers["x-kvferry-why"]
+        assert "kv_transfer_params" not in d.asked[0].body
+        health = await (await session.get(f"{url}/health")).json()
+        assert health["status"] == "degraded"
+        metrics = await (await session.get(f"{url}/metrics")).text()
+        assert "kvferry_router_decode_only_total 1.0" in metrics
+
+
+@pytest.mark.parametrize("script", [cutting, refusing(500), refusing(503), refusing(429)])
+async def test_a_prefill_that_fails_is_replaced_by_another(script: Script) -> None:
+    bad, good, d = a_prefill("p0", script=script), a_prefill("p1"), a_decode()
+    async with fleet(bad, good, d) as (url, _):
+        for _ in range(2):
+            response, _raw = await post(url, BODY)
+            assert response.status == 200
+            assert response.headers["x-kvferry-prefill"] == "p1"
+    ids = [asked.body["kv_transfer_params"]["transfer_id"] for asked in [*bad.asked, *good.asked]]
+    assert len(set(ids)) == len(ids) >= 3  # one transfer id a dispatch
+
+
+@pytest.mark.parametrize("script", [cutting, refusing(500, "out of memory")])
+async def test_when_every_prefill_fails_decode_serves_alone_and_says_why(script: Script) -> None:
+    p, d = a_prefill(script=script), a_decode()
+    async with fleet(p, d) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert response.status == 200
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "p0" in response.headers["x-kvferry-why"]
+    assert len(p.asked) == 1
+
+
+async def test_a_prefill_that_does_not_answer_in_time_is_given_up() -> None:
+    p, d = a_prefill(script=hanging), a_decode()
+    async with fleet(p, d, settings=RouterSettings(prefill_timeout_s=0.05)) as (url, _):
+        response, _raw = await post(url, BODY)
+        assert response.headers["x-kvferry-route"] == "alone"
+        assert "has not begun to answer in 0.05 s" in response.headers["x-kvferry-why"]
+        await until(lambda: p.asked[0].cancelled)
+
+
+@pytest.mark.parametrize("raw", [b"{", b"{}", b'{"choices": 3}'])
+async def test_a_prefill_answer_that_cannot_be_read_is_a_failure(raw: bytes) -> None:
+    async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return web.Response(body=raw, content_type="application/json")
+
+    async with fleet(a_prefill(script=script), a_decode()) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "cannot be read" in response.headers["x-kvferry-why"]
+
+
+async def test_a_prefill_that_returns_no_parameters_is_visible() -> None:
+    async with fleet(a_prefill(script=decode_script), a_decode()) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "no kv_transfer_params" in response.headers["x-kvferry-why"]
+
+
+async def test_an_error_of_the_client_is_prefills_answer_and_not_retried() -> None:
+    p0, p1, d = a_prefill("p0", refusing(400, "prompt too long")), a_prefill("p1", refusing(400)), a_decode()
+    async with fleet(p0, p1, d) as (url, router):
+        response, raw = await post(url, BODY)
+        assert router.fleet.prefill[0].num_failures == 0
+    assert response.status == 400
+    assert json.loads(raw)["error"]["message"] == "prompt too long"
+    assert (len(p0.asked) + len(p1.asked), d.asked) == (1, [])
+
+
+async def test_a_decode_that_is_not_there_is_503_naming_it() -> None:
+    async with fleet(a_prefill(), a_decode(port=1)) as (url, _), aiohttp.ClientSession() as session:
+        response, raw = await post(url, BODY)
+        error = json.loads(raw)["error"]
+        assert (response.status, error["code"], response.headers["Retry-After"]) == (503, "no_decode_worker", "1")
+        assert "http://127.0.0.1:1" in error["message"]
+        assert (await session.get(f"{url}/health")).status == 503
+
+
+async def test_a_decode_that_went_away_since_it_was_asked_is_502_naming_it() -> None:
+    p, d = a_prefill(), a_decode()
+    async with fleet(p, d, settings=RouterSettings(health_every_s=1000)) as (url, _):
+        await d.stop()
+        response, raw = await post(url, BODY)
+        assert response.status == 502
+        assert f"decode d0 ({d.url}) cannot connect" in json.loads(raw)["error"]["message"]
+        response, raw = await post(url, BODY)  # known to be down now
+        assert response.status == 503
+
+
+async def test_another_decode_that_was_never_reached_keeps_the_hand_off() -> None:
+    p, d0, d1 = a_prefill(), a_decode("d0"), a_decode("d1")
+    async with fleet(p, d0, d1, settings=RouterSettings(health_every_s=1000)) as (url, _):
+        await d0.stop()
+        response, _raw = await post(url, BODY)
+    assert response.status == 200
+    assert response.headers["x-kvferry-decode"] == "d1"
+    assert len(p.asked) == 1
+
+
+@pytest.mark.parametrize("script", [cutting, refusing(500)])
+async def test_another_decode_after_one_that_was_reached_gets_a_new_hand_off(script: Script) -> None:
+    p, d0, d1 = a_prefill(), a_decode("d0", script=script), a_decode("d1")
+    async with fleet(p, d0, d1) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert response.status == 200
+    assert response.headers["x-kvferry-decode"] == "d1"
+    ids = {asked.body["kv_transfer_params"]["transfer_id"] for asked in p.asked}
+    assert len(ids) == 2
+
+
+async def test_when_every_decode_is_full_the_client_is_told_to_wait() -> None:
+    async with fleet(a_prefill(), a_decode("d0", refusing(503)), a_decode("d1", refusing(429))) as (url, _):
+        response, raw = await post(url, BODY)
+    assert (response.status, response.headers["Retry-After"]) == (503, "1")
+    message = json.loads(raw)["error"]["message"]
+    assert "d0" in message
+    assert "d1" in message
+    assert "no room" in message
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_nothing_is_sent_twice_after_bytes_went_to_the_client(mode: str) -> None:
+    async def breaking(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(STREAM[:34])
+        assert request.transport is not None
+        while request.transport.get_write_buffer_size():
+            await asyncio.sleep(0)
+        return await cutting(request, asked)
+
+    d0, d1 = a_decode("d0", breaking, mode=mode), a_decode("d1", breaking, mode=mode)
+    async with fleet(a_prefill(mode=mode), d0, d1) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": True})
+    assert response.status == 200
+    assert raw.startswith(STREAM[:34])
+    last = json.loads(raw[34:].decode().strip().removeprefix("data: "))
+    assert "d0" in last["error"]["message"]
+    assert b"[DONE]" not in raw
+    assert len(d0.asked) + len(d1.asked) == 1
+
+
+async def test_a_stream_that_breaks_before_its_first_byte_goes_elsewhere() -> None:
+    async def headers_only(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        return await cutting(request, asked)
+
+    async with fleet(a_prefill(), a_decode("d0", headers_only), a_decode("d1")) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": True})
+    assert (response.status, raw, response.headers["x-kvferry-decode"]) == (200, STREAM, "d1")
+
+
+async def test_push_does_not_leave_decode_waiting_for_a_prefill_that_failed() -> None:
+    async def waits_for_kv(request: web.Request, asked: Asked) -> web.StreamResponse:
+        handed = asked.body.get("kv_transfer_params")
+        return await (hanging if handed else decode_script)(request, asked)
+
+    p, d = a_prefill(script=refusing(500), mode="push"), a_decode(script=waits_for_kv, mode="push")
+    async with fleet(p, d) as (url, _):
+        response, _raw = await post(url, BODY)
+        assert response.headers["x-kvferry-route"] == "alone"
+        assert "p0" in response.headers["x-kvferry-why"]
+        assert [asked.cancelled for asked in d.asked] == [True, False]
+
+
+async def test_a_worker_that_comes_back_is_used_again() -> None:
+    p, d = a_prefill(), a_decode()
+    async with fleet(p, d) as (url, router):
+        await d.stop()
+        await until(lambda: router.fleet.decode[0].down is not None)
+        assert (await post(url, BODY))[0].status == 503
+        assert d.info is not None
+        d.info["incarnation"] = "i2"
+        await d.start()
+        await until(lambda: router.fleet.decode[0].down is None)
+        assert (await post(url, BODY))[0].status == 200
+
+
+async def test_a_draining_worker_gets_nothing_new() -> None:
+    p, d0, d1 = a_prefill(), a_decode("d0"), a_decode("d1")
+    async with fleet(p, d0, d1) as (url, router):
+        assert d0.info is not None
+        d0.info["state"] = "draining"
+        await until(lambda: router.fleet.decode[0].why_unusable is not None)
+        for _ in range(3):
+            await post(url, BODY)
+        assert (len(d0.asked), len(d1.asked)) == (0, 3)
+
+
+async def test_push_never_meets_pull() -> None:  # R13
+    p_pull, p_push, d = a_prefill("p0"), a_prefill("p1", mode="push"), a_decode(mode="push")
+    async with fleet(p_pull, p_push, d) as (url, _), aiohttp.ClientSession() as session:
+        for _ in range(2):
+            assert (await post(url, BODY))[0].status == 200
+        view = await (await session.get(f"{url}/v1/kvferry")).json()
+    assert (len(p_pull.asked), len(p_push.asked)) == (0, 2)
+    assert [pair["why_not"] is None for pair in view["pairs"]] == [False, True]
+    assert "--transfer-mode" in view["pairs"][0]["why_not"]
+
+
+async def test_a_pair_whose_facts_differ_is_not_used() -> None:  # R1
+    p, d = a_prefill(), a_decode()
+    assert p.info is not None
+    assert d.info is not None
+    p.info["facts"] = {"model.dtype": {"value": "bfloat16", "class": "must match"}}
+    d.info["facts"] = {"model.dtype": {"value": "float32", "class": "must match"}}
+    async with fleet(p, d) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert p.asked == []
+    assert "model.dtype" in response.headers["x-kvferry-why"]
+
+
+async def test_a_worker_in_the_wrong_place_is_not_used() -> None:
+    p, d = a_prefill(), a_decode()
+    assert p.info is not None
+    p.info["role"] = "decode"
+    async with fleet(p, d) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert p.asked == []
+    assert "give it as --decode" in response.headers["x-kvferry-why"]
+
+
+async def test_what_is_no_kvferry_worker_is_said_so() -> None:
+    p, d = a_prefill(), a_decode()
+    p.info = None
+    async with fleet(p, d) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert "answered 404: is it a kvferry worker?" in response.headers["x-kvferry-why"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "part"),
+    [
+        (b"{", None, "not valid JSON"),
+        (b"[]", None, "send one JSON object"),
+        (b'{"n": "x"}', "n", "n='x': expected `int | null`"),
+        (b'{"n": 0}', "n", "n=0: send 1 or more"),
+    ],
+)
+async def test_bad_bodies_end_at_the_router(raw: bytes, param: str | None, part: str) -> None:
+    p, d = a_prefill(), a_decode()
+    async with (
+        fleet(p, d) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=raw) as response,
+    ):
+        error = (await response.json())["error"]
+    assert (response.status, error["param"]) == (400, param)
+    assert part in error["message"]
+    assert (p.asked, d.asked) == ([], [])
+
+
+async def test_a_body_over_the_limit_is_413() -> None:
+    async with fleet(a_prefill(), a_decode(), settings=RouterSettings(max_body_bytes=1000)) as (url, _):
+        response, raw = await post(url, {**BODY, "prompt": "x" * 2000})
+    assert response.status == 413
+    assert "1000 are accepted" in json.loads(raw)["error"]["message"]
+
+
+async def test_models_and_fleet_view() -> None:
+    async with fleet(a_prefill(), a_decode()) as (url, _), aiohttp.ClientSession() as session:
+        models = await (await session.get(f"{url}/v1/models")).json()
+        view: dict[str, Any] = await (await session.get(f"{url}/v1/kvferry")).json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert [(w["engine"], w["role"], w["usable"]) for w in view["workers"]] == [
+        ("p0", "prefill", True),
+        ("d0", "decode", True),
+    ]
+    assert view["pairs"] == [{"prefill": "p0", "decode": "d0", "why_not": None}]
+
+
+def test_addresses_must_be_addresses() -> None:
+    with pytest.raises(ConfigError, match=r"'localhost:1' must begin with http"):
+        Router([], ["localhost:1"])
+    with pytest.raises(ConfigError, match="add --decode URL"):
+        Router(["http://p"], [])
+    with pytest.raises(ConfigError, match=r"router.health_every_s=0"):
+        RouterSettings(health_every_s=0)
+    assert FAST.health_every_s < 1
