@@ -77,8 +77,11 @@ class Ports(Protocol):
         """A safe upper estimate of the time that a write of so many tokens takes, from its start to its last byte."""
         ...
 
-    def digest(self, transfer: TransferId, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """Prefill: of what we hold of [tokens), over cells that follow from the transfer id; b"" = not asked for."""
+    def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
+        """Prefill: of what this decode rank gets of [tokens), over cells that follow from the transfer id.
+
+        b"": nothing is compared.
+        """
         ...
 
     def check(

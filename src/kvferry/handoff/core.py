@@ -33,7 +33,8 @@ class RankCore:
     def __init__(
         self,
         settings: FerrySettings,
-        ports: Ports,
+        prefill_ports: Ports,
+        decode_ports: Ports,
         incarnation: Incarnation,
         *,
         num_ranks: int,
@@ -43,8 +44,10 @@ class RankCore:
         self._incarnation = incarnation
         self._engines: dict[EngineId, tuple[Peer, ...]] = {}
         self._peers: dict[PeerName, Peer] = {}
-        self.prefill = PrefillMachine(settings, ports, limits)
-        self.decode = DecodeMachine(settings, ports, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix)
+        self.prefill = PrefillMachine(settings, prefill_ports, limits)
+        self.decode = DecodeMachine(
+            settings, decode_ports, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix
+        )
         self.num_stale = 0
         self._actions: list[Action] = []
 
@@ -65,10 +68,6 @@ class RankCore:
         self._engines[engine] = peers
         for peer in peers:
             self._peers[peer.name] = peer
-
-    def knows(self, name: PeerName) -> bool:
-        """Was it introduced, in this incarnation?"""
-        return name in self._peers
 
     def peer_lost(self, name: PeerName, why: str, now_s: float) -> None:
         """The transport lost it. Hand-offs with it end; it stays known, and may be connected again."""
@@ -161,6 +160,12 @@ class RankCore:
         """When `tick` has something to do; None: never."""
         first, second = self.prefill.next_deadline_s(), self.decode.next_deadline_s()
         return second if first is None else first if second is None else min(first, second)
+
+    def shut_down(self, now_s: float) -> None:
+        """We end: peers are told, and nothing new begins."""
+        self.prefill.draining = True
+        self.prefill.withdraw_all("prefill is shutting down", now_s)
+        self.decode.cancel_all("decode is shutting down", now_s)
 
     # ---- what comes out
 

@@ -88,6 +88,8 @@ class _Source:
     cut_last: bool = False
     in_flight: dict[PostId, _Part] = field(default_factory=dict)
     cut_off: bool = False
+    """The connection was given up while a read was in flight: its bytes may still come, for quarantine_s."""
+    safe_s: float = -_NEVER
     # Push.
     parts: set[int] = field(default_factory=set)
     num_parts: int = 0
@@ -211,6 +213,12 @@ class DecodeMachine:
         self._end_hold(order.transfer)
         for peer in self._ranks_of(order.engine, order.incarnation) or ():
             self._drop(order.transfer, peer, order.reason)
+
+    def cancel_all(self, reason: str, now_s: float) -> None:
+        """Cancel everything that is open."""
+        for receive in list(self._receives.values()):
+            receive.reported = True
+            self._fail(receive, reason, now_s)
 
     # ---- messages of prefill ranks
 
@@ -356,6 +364,8 @@ class DecodeMachine:
         part = source.in_flight.pop(post)
         receive.num_bytes += num_bytes
         receive.num_runs += num_runs
+        if source.cut_off:
+            source.safe_s = now_s + self._lease.quarantine_s
         if not started:
             source.todo.appendleft(part)
             self._pump(receive, source, now_s, urge=True)
@@ -376,6 +386,7 @@ class DecodeMachine:
         for receive in list(self._receives.values()):
             source = receive.sources.get(peer.rank)
             if source is not None and source.peer == peer and not source.over:
+                source.cut_off = bool(source.in_flight)
                 self._fail(receive, f"prefill rank {peer.rank} is gone: {why}", now_s)
 
     def tick(self, now_s: float) -> None:
@@ -405,11 +416,11 @@ class DecodeMachine:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of failed receives that a prefill rank might still write to."""
+        """Blocks of failed and cancelled receives that somebody might still write to."""
         return sum(
             sum(len(table.block_ids) for table in receive.want.tables)
             for receive in self._receives.values()
-            if receive.failed is not None and not receive.pull
+            if receive.failed is not None
         )
 
     # ---- inside
@@ -515,7 +526,9 @@ class DecodeMachine:
                     local=want.tables,
                     remote=source.tables,
                     tokens=part.tokens,
-                    whole=TokenRange(want.wanted.start, source.ready_stop) if part.last else None,
+                    whole=TokenRange(want.wanted.start, min(want.wanted.stop, source.ready_stop))
+                    if part.last
+                    else None,
                     not_after_s=source.lease_s,
                 )
             )
@@ -658,6 +671,8 @@ class DecodeMachine:
     def _wind_down(self, receive: _Receive, source: _Source, now_s: float) -> float:
         """One source of a failed receive with no read in flight; when to look again."""
         if receive.pull:
+            if now_s < source.safe_s:
+                return source.safe_s
             source.state = _State.QUIET
             self._drop(receive.want.transfer, source.peer, receive.failed or "")
             self._beats.remove(source.peer, receive.want.transfer)

@@ -94,7 +94,6 @@ class _Grant:
     tables: tuple[BlockTable, ...] = ()
     ready: TokenRange = field(default_factory=lambda: TokenRange(0, 0))
     note: bytes = b""
-    digest: bytes | None = None
     owner: tuple[EngineId, Incarnation] | None = None
     ranks: int = 0
     consumers: dict[int, _Consumer] = field(default_factory=dict)
@@ -159,6 +158,11 @@ class PrefillMachine:
             if consumer.state is _State.ACTIVE:
                 self._fail(grant, consumer, f"prefill withdrew it: {grant.withdrawn}")
         self._settle(grant, now_s)
+
+    def withdraw_all(self, reason: str, now_s: float) -> None:
+        """Withdraw everything that is open."""
+        for transfer in list(self._grants):
+            self.withdraw(Withdraw(transfer, reason), now_s)
 
     # ---- messages of decode ranks
 
@@ -406,15 +410,16 @@ class PrefillMachine:
             final=grant.final,
             ttl_s=self._lease.ttl_s,
             ack=consumer.seq,
-            digest=self._digest(grant) if grant.final else b"",
+            digest=self._digest(grant, consumer) if grant.final else b"",
             note=grant.note if grant.final else b"",
         )
         self.actions.append(Send(peer, ready))
 
-    def _digest(self, grant: _Grant) -> bytes:
-        if grant.digest is None:
-            grant.digest = self._ports.digest(grant.transfer, grant.tables, grant.ready)
-        return grant.digest
+    def _digest(self, grant: _Grant, consumer: _Consumer) -> bytes:
+        tokens = TokenRange(consumer.start, min(consumer.stop, grant.ready.stop))
+        if grant.ready.start > tokens.start or not len(tokens):
+            return b""
+        return self._ports.digest(grant.transfer, consumer.peer, grant.tables, tokens)
 
     def _cut(self, grant: _Grant, consumer: _Consumer) -> None:
         """Push: cut what has become ready into parts that are short beside the lease."""
@@ -467,7 +472,7 @@ class PrefillMachine:
                     local=grant.tables,
                     remote=consumer.tables,
                     tokens=part.tokens,
-                    whole=TokenRange(consumer.start, grant.ready.stop) if part.last else None,
+                    whole=TokenRange(consumer.start, min(consumer.stop, grant.ready.stop)) if part.last else None,
                     not_after_s=consumer.lease_s - write_s,
                     message=self._wrote(grant, consumer, part),
                 )
@@ -481,7 +486,7 @@ class PrefillMachine:
             parts=consumer.num_parts if part.last else 0,
             start=grant.ready.start if part.last else part.tokens.start,
             stop=grant.ready.stop if part.last else part.tokens.stop,
-            digest=self._digest(grant) if part.last else b"",
+            digest=self._digest(grant, consumer) if part.last else b"",
             note=grant.note if part.last else b"",
         )
 
@@ -515,15 +520,19 @@ class PrefillMachine:
             self._timers.set(grant.transfer, due_s)
 
     def _cut_off(self, consumer: _Consumer, now_s: float) -> float:
-        """A write that does not end although its lease has: the connection goes, and with it the write."""
-        limit_s = max(consumer.until_s, consumer.lease_s) + self._lease.quarantine_s
-        if consumer.cut_off or limit_s == -_NEVER:
+        """A write that is in flight when the lease ends: the connection goes, and with it the write.
+
+        Writes start only where they should end before that. Decode keeps its blocks for quarantine_s beyond the lease:
+        the time that a transport has to let go of what is in flight.
+        """
+        if consumer.cut_off:
             return _NEVER
-        if now_s >= limit_s:
+        if now_s >= consumer.lease_s:
             consumer.cut_off = True
+            self.num_expired += 1
             self.actions.append(Disconnect(consumer.peer))
             return _NEVER
-        return limit_s
+        return consumer.lease_s
 
     def _forget_awaited(self, grant: _Grant) -> None:
         for consumer in grant.consumers.values():

@@ -49,7 +49,7 @@ MAX_FRAME_BYTES = 60 << 10
 """What fits into one `Transport.send` with room to spare."""
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_NOTE_BYTES = 4096
-MAX_DIGEST_BYTES = 1 << 20
+MAX_DIGEST_BYTES = 40 << 10
 MAX_REASON_CHARS = 500
 MAX_RENEWED = 256
 """Transfers in one Renew."""

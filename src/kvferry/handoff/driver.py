@@ -1,0 +1,419 @@
+"""One thread a worker, between the state machines, the clock and the transport.
+
+The engine's thread only appends to a queue (submit) and takes finished reports (collect). Everything else, also calls
+that block for a whole copy, happens here: orders, messages, completions and deadlines go into the RankCore; its actions
+are carried out, sends before posts, and one post a turn, so that a long copy delays no heartbeat more than it must.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from kvferry.clock import Clock, MonotonicClock
+from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
+from kvferry.handoff.actions import Disconnect, Peer, Post, Send
+from kvferry.handoff.core import RankCore
+from kvferry.handoff.digest import CacheMemory, DramMemory
+from kvferry.handoff.links import Link, make_links
+from kvferry.handoff.mover import DirectMover, Moved, Mover
+from kvferry.handoff.orders import Introduce, StepOrders, StepReport
+from kvferry.handoff.ports import LinkPorts
+from kvferry.ids import EngineId, Incarnation, PeerName
+from kvferry.layout.description import CacheKind, CacheLayout
+from kvferry.settings import FerrySettings
+from kvferry.stats import HandoffStats
+from kvferry.transport.base import Received, Transport
+from kvferry.wire.handoff_messages import Fragment, Reassembly, decode_message, frames
+
+__all__ = ["Driver"]
+
+logger = logging.getLogger(__name__)
+
+_NOTHING = StepReport()
+_RETRY_S = 1.0
+_MAX_RETRY_S = 30.0
+"""A lost peer is connected again after 1 s, 2 s, 4 s ... up to this, for as long as it was not introduced anew."""
+_START_S = 60.0
+_CLOSE_S = 15.0
+
+
+class Driver:
+    """Carries one rank's hand-offs. `submit`, `collect` and `stats` may be called from any thread and never block.
+
+    `memory_owners` keep the cache's memory alive until `close`. `engine_layouts`: the layouts of all ranks of our own
+    engine, in the order of their Rank.index; needed on a prefill engine of several ranks, to push and to verify.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        layout: CacheLayout,
+        memory_owners: Sequence[object],
+        engine: EngineId,
+        incarnation: Incarnation,
+        rank: int,
+        num_ranks: int,
+        settings: FerrySettings,
+        clock: Clock | None = None,
+        engine_layouts: Sequence[CacheLayout] = (),
+        mover: Mover | None = None,
+        memory: CacheMemory | None = None,
+    ) -> None:
+        self._transport = transport
+        self._layout = layout
+        self._owners = tuple(memory_owners)
+        self._rank = rank
+        self._own_layouts = tuple(engine_layouts) or (layout,)
+        self._complete = len(self._own_layouts) == num_ranks
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._mover = mover if mover is not None else DirectMover(transport)
+        self._links: dict[PeerName, Link] = {}
+        self._engines: dict[EngineId, tuple[Incarnation, list[Link]]] = {}
+        dram = DramMemory(layout)
+        readable = memory if memory is not None else dram if dram.covers_all else None
+        ports = {
+            inward: LinkPorts(self._links, layout, readable, settings.transfer.verify, inward=inward)
+            for inward in (False, True)
+        }
+        self._core = RankCore(
+            settings,
+            ports[False],
+            ports[True],
+            incarnation,
+            num_ranks=num_ranks,
+            whole_prefix=all(group.kind is CacheKind.FULL for group in layout.groups),
+        )
+        self._orders: deque[StepOrders] = deque()
+        self._reports: deque[StepReport] = deque()
+        self._wake = threading.Event()
+        self._ready = threading.Event()
+        self._stop = threading.Event()
+        self._drain = False
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-{engine}-{rank}", daemon=True)
+        self._start_error: FerryError | None = None
+        self._metadata = b""
+        self._connected: set[PeerName] = set()
+        self._away: dict[PeerName, tuple[float, float]] = {}
+        self._posts: deque[Post] = deque()
+        self._pieces: dict[PeerName, Reassembly] = {}
+        self._busy_until_s = 0.0
+        self._stats = HandoffStats()
+        self._refused_peers = 0
+        self._landed = self._failed = self._bytes = 0
+        self._transfer_s = 0.0
+        self._idle = True
+        self._malformed = 0
+
+    # ---- any thread
+
+    def start(self) -> None:
+        """Register the memory and start the thread. Blocks until that is done. Raises what registration raised."""
+        self._thread.start()
+        if not self._ready.wait(_START_S):
+            raise TransferError(f"transport {self._transport.name!r} has not registered memory in {_START_S:g} s")
+        if self._start_error is not None:
+            raise self._start_error
+
+    @property
+    def metadata(self) -> bytes:
+        """The transport's metadata, for the handshake; valid after `start`."""
+        return self._metadata
+
+    def submit(self, orders: StepOrders) -> None:
+        """Queue what the scheduler half says. Never blocks, never raises."""
+        if orders:
+            self._orders.append(orders)
+            self._wake.set()
+
+    def collect(self) -> StepReport:
+        """What has ended since the last call."""
+        if not self._reports:
+            return _NOTHING
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        if len(reports) == 1:
+            return reports[0]
+        return StepReport(
+            landed=tuple(one for report in reports for one in report.landed),
+            failed=tuple(one for report in reports for one in report.failed),
+            released=frozenset().union(*(report.released for report in reports)),
+            taken=frozenset().union(*(report.taken for report in reports)),
+        )
+
+    def stats(self) -> HandoffStats:
+        """Counters since the start, as of a moment ago."""
+        return self._stats
+
+    def drain(self) -> None:
+        """Take on nothing that is not open already. `drained` says when all has ended."""
+        self._drain = True
+        self._wake.set()
+
+    @property
+    def drained(self) -> bool:
+        """After `drain`: nothing is open any more, and every end was collected."""
+        return self._drain and self._idle and not self._orders and not self._reports
+
+    def close(self) -> None:
+        """End every hand-off, tell the peers, stop the thread, close the transport. Idempotent; blocks for moments."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("driver thread does not end thread=%s after_s=%g", self._thread.name, _CLOSE_S)
+        self._transport.close()
+
+    # ---- the driver's thread
+
+    def _run(self) -> None:
+        try:
+            self._transport.register(self._layout.regions, self._owners)
+            self._metadata = self._transport.metadata()
+        except FerryError as error:
+            self._start_error = error
+            return
+        finally:
+            self._ready.set()
+        while not self._stop.is_set():
+            try:
+                if not self._turn():
+                    self._wait()
+            except Exception:  # the thread must live: one hand-off's fault is not another's
+                logger.exception("driver fault; the hand-offs concerned end by their deadlines")
+                self._stop.wait(0.01)
+        self._say_goodbye()
+
+    def _turn(self) -> bool:
+        """One round. True: something happened, so more may be there."""
+        core, now_s = self._core, self._clock.now_s()
+        busy = False
+        while self._orders:
+            busy = True
+            self._take_orders(self._orders.popleft(), now_s)
+        if self._drain:
+            core.prefill.draining = True
+        polled = self._transport.poll()
+        for received in polled.messages:
+            busy = True
+            self._receive(received, now_s)
+        for completion in polled.completions:
+            busy = True
+            # The time of the poll is after the transfer's end: a lease that is valid now was valid then.
+            self._ended(self._mover.completed(completion), self._clock.now_s())
+        for moved in self._mover.poll():
+            busy = True
+            self._ended(moved, self._clock.now_s())
+        due_s = core.next_deadline_s()
+        if due_s is not None and due_s <= now_s:
+            busy = True
+            core.tick(now_s)
+        if self._away:
+            self._come_back(now_s)
+        busy = self._act() or busy
+        if busy:
+            self._report()
+            self._busy_until_s = now_s + 0.05
+        return busy
+
+    def _take_orders(self, orders: StepOrders, now_s: float) -> None:
+        for introduce in orders.introduce:
+            self._introduce(introduce, now_s)
+        self._core.orders(orders, now_s)
+
+    def _introduce(self, introduce: Introduce, now_s: float) -> None:
+        known = self._engines.get(introduce.engine)
+        if known is not None and known[0] == introduce.incarnation:
+            return
+        try:
+            hello, links = make_links(
+                introduce.hello,
+                own_layouts=self._own_layouts if self._complete else (),
+                own_layout=self._layout,
+                transport=self._transport.name,
+            )
+            if (hello.engine, hello.incarnation) != (introduce.engine, introduce.incarnation):
+                raise MalformedMessage(f"the hello of {introduce.engine!r} is {hello.engine!r}, or another start of it")
+        except PeerError as error:
+            self._refused_peers += 1
+            logger.warning("peer refused peer=%s cause=%s", introduce.engine, error)
+            return
+        old = [] if known is None else known[1]
+        self._engines[introduce.engine] = (introduce.incarnation, links)
+        for link in links:
+            self._links[link.name] = link
+        self._core.introduce(introduce.engine, introduce.incarnation, len(links), now_s)
+        self._act()
+        for link in old:
+            del self._links[link.name]
+            self._pieces.pop(link.name, None)
+            self._away.pop(link.name, None)
+        logger.info(
+            "peer introduced peer=%s incarnation=%s ranks=%d", introduce.engine, introduce.incarnation, len(links)
+        )
+        # At once, not at the first message: a transport keeps the messages of a peer until we connect to it.
+        for link in links:
+            self._reconnect(link, now_s)
+
+    def _receive(self, received: Received, now_s: float) -> None:
+        try:
+            message = decode_message(received.body)
+            if isinstance(message, Fragment):
+                whole = self._pieces.setdefault(received.peer, Reassembly()).add(message)
+                if whole is None:
+                    return
+                message = whole
+        except MalformedMessage as error:
+            self._malformed += 1
+            level = logging.WARNING if self._malformed <= 10 else logging.DEBUG
+            logger.log(level, "message ignored peer=%s cause=%s", received.peer, error)
+            return
+        self._away.pop(received.peer, None)
+        self._core.message(received.peer, message, now_s)
+
+    def _ended(self, moved: Moved | None, now_s: float) -> None:
+        if moved is not None:
+            self._core.completed(moved.post, moved.error, now_s, num_bytes=moved.num_bytes, num_runs=moved.num_runs)
+
+    def _act(self) -> bool:
+        """Carry out actions: everything short, and one post."""
+        did = False
+        while True:
+            actions = self._core.take_actions()
+            if not actions:
+                break
+            did = True
+            for action in actions:
+                if isinstance(action, Post):
+                    self._posts.append(action)
+                elif isinstance(action, Send):
+                    self._send(action)
+                else:
+                    self._disconnect(action)
+        if self._posts:
+            did = True
+            self._post(self._posts.popleft())
+        return did
+
+    def _send(self, action: Send) -> None:
+        peer = action.peer
+        try:
+            if self._connect(peer):
+                for frame in frames(action.message):
+                    self._transport.send(peer.name, frame)
+        except (PeerLost, TransferError) as error:
+            self._lost(peer, str(error))
+
+    def _connect(self, peer: Peer) -> bool:
+        """False: it was lost a moment ago; what is sent to it goes nowhere, as it would then."""
+        if peer.name in self._connected:
+            return True
+        now_s = self._clock.now_s()
+        link = self._links.get(peer.name)
+        if link is None or now_s < self._away.get(peer.name, (now_s, 0.0))[0]:
+            return False
+        self._transport.connect(peer.name, link.metadata, link.regions)
+        self._connected.add(peer.name)
+        return True
+
+    def _reconnect(self, link: Link, now_s: float) -> None:
+        try:
+            self._transport.connect(link.name, link.metadata, link.regions)
+            self._connected.add(link.name)
+        except (PeerLost, TransferError) as error:
+            logger.info("peer not connected peer=%s cause=%s", link.name, error)
+            self._stay_away(link.name, now_s)
+
+    def _stay_away(self, name: PeerName, now_s: float) -> None:
+        pause_s = min(_MAX_RETRY_S, 2 * self._away.get(name, (0.0, _RETRY_S / 2))[1])
+        self._away[name] = (now_s + pause_s, pause_s)
+
+    def _come_back(self, now_s: float) -> None:
+        """Connect again to lost peers that are still current: they may live, and their messages wait for us."""
+        for name, (at_s, _) in list(self._away.items()):
+            if now_s >= at_s and name not in self._connected:
+                self._stay_away(name, now_s)
+                self._reconnect(self._links[name], now_s)
+
+    def _lost(self, peer: Peer, why: str) -> None:
+        now_s = self._clock.now_s()
+        self._stay_away(peer.name, now_s)
+        logger.info("peer lost peer=%s cause=%s", peer.name, why)
+        self._core.peer_lost(peer.name, why, now_s)
+
+    def _disconnect(self, action: Disconnect) -> None:
+        if action.peer.name in self._links and action.peer.name not in self._away:
+            self._stay_away(action.peer.name, self._clock.now_s())
+        if action.peer.name in self._connected:
+            self._connected.discard(action.peer.name)
+            self._transport.disconnect(action.peer.name)
+        self._pieces.pop(action.peer.name, None)
+
+    def _post(self, post: Post) -> None:
+        peer = post.peer
+        try:
+            connected = self._connect(peer)
+        except (PeerLost, TransferError) as error:
+            self._core.completed(post.post, str(error), self._clock.now_s())
+            self._lost(peer, str(error))
+            return
+        now_s = self._clock.now_s()
+        if not connected:
+            self._core.completed(post.post, f"peer {peer.name!r} is gone", now_s)
+            return
+        if now_s > post.not_after_s:
+            self._core.completed(post.post, None, now_s, started=False)
+            return
+        moved = self._mover.start(post, self._links[peer.name])
+        if moved is not None:
+            self._ended(moved, self._clock.now_s())
+            if moved.lost:
+                self._lost(peer, moved.error or "gone")
+
+    def _report(self) -> None:
+        core = self._core
+        report = core.take_report()
+        if report is not None:
+            self._landed += len(report.landed)
+            self._failed += len(report.failed)
+            self._bytes += sum(landed.num_bytes for landed in report.landed)
+            self._transfer_s += sum(landed.transfer_s for landed in report.landed)
+            self._reports.append(report)
+        self._idle = core.idle and not self._posts
+        self._stats = HandoffStats(
+            landed=self._landed,
+            failed=self._failed,
+            bytes=self._bytes,
+            transfer_s=self._transfer_s,
+            open_grants=core.prefill.num_open,
+            quarantined_blocks=core.decode.quarantined_blocks,
+            expired_leases=core.prefill.num_expired + core.decode.num_expired,
+            peers=core.num_peers,
+            refused_peers=self._refused_peers,
+        )
+
+    def _wait(self) -> None:
+        """Sleep while nothing can be missed. A submit wakes us; messages and completions must be polled for."""
+        now_s = self._clock.now_s()
+        if self._mover.num_in_flight or self._posts:
+            pause_s = 0.0001
+        elif now_s < self._busy_until_s:
+            pause_s = 0.0003
+        elif self._links:
+            pause_s = 0.001 if not self._core.idle else 0.002
+        else:
+            pause_s = 0.05
+        self._wake.wait(pause_s)
+        self._wake.clear()
+
+    def _say_goodbye(self) -> None:
+        try:
+            self._core.shut_down(self._clock.now_s())
+            for action in self._core.take_actions():
+                if isinstance(action, Send) and action.peer.name in self._connected:
+                    self._send(action)
+            # One look more, so that what was sent leaves.
+            self._transport.poll()
+        except FerryError as error:
+            logger.debug("goodbye not said cause=%s", error)

@@ -1,0 +1,131 @@
+"""How one part of a hand-off becomes posted transfers. The default posts the planned runs as they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from kvferry.errors import MalformedMessage, PeerLost, TransferError
+from kvferry.handoff.actions import Post, PostId
+from kvferry.handoff.links import Flow, Link
+from kvferry.layout.blocks import BlockTable, Runs, TokenRange
+from kvferry.layout.pairing import Edge
+from kvferry.layout.planning import plan
+from kvferry.transport.base import Completion, Operation, Ticket, Transport
+from kvferry.wire.handoff_messages import encode_message
+
+__all__ = ["DirectMover", "Moved", "Mover", "runs_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One Post has ended, with every handle of it (R26)."""
+
+    post: PostId
+    error: str | None = None
+    num_bytes: int = 0
+    num_runs: int = 0
+    lost: bool = False
+    """The peer is gone."""
+
+
+class Mover(Protocol):
+    """Turns posts into transfers on the driver's thread. Every started post ends as exactly one Moved."""
+
+    def start(self, post: Post, link: Link) -> Moved | None:
+        """Begin; may block for the whole copy. A Moved where there was nothing to do, or it could not begin."""
+        ...
+
+    def completed(self, completion: Completion) -> Moved | None:
+        """The transport ended one of our tickets."""
+        ...
+
+    def poll(self) -> Sequence[Moved]:
+        """What ended otherwise since the last call, for movers with stages of their own."""
+        ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Posts that have not ended."""
+        ...
+
+
+def runs_of(post: Post, flow: Flow) -> list[Runs]:
+    """The byte runs of one part. Raises MalformedMessage where a peer's table is wrong."""
+    writing = post.operation is Operation.WRITE
+    source, destination = (post.local, post.remote) if writing else (post.remote, post.local)
+    runs: list[Runs] = []
+    if flow.every_token is not None:
+        runs += _plan(flow.every_token, source, destination, post.tokens)
+    if flow.at_the_end is not None and post.whole is not None:
+        runs += _plan(flow.at_the_end, source, destination, post.whole)
+    return runs
+
+
+def _plan(
+    edge: Edge, source: Sequence[BlockTable], destination: Sequence[BlockTable], tokens: TokenRange
+) -> list[Runs]:
+    return [runs for runs in plan(edge, source, destination, tokens) if len(runs)]
+
+
+@dataclass(slots=True)
+class _Part:
+    post: PostId
+    tickets: set[Ticket] = field(default_factory=set)
+    num_bytes: int = 0
+    num_runs: int = 0
+    error: str | None = None
+
+
+class DirectMover:
+    """One transfer a part, of the planned runs."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._parts: dict[Ticket, _Part] = {}
+
+    def start(self, post: Post, link: Link) -> Moved | None:
+        """See Mover.start."""
+        flow = link.outward if post.operation is Operation.WRITE else link.inward
+        part = _Part(post.post)
+        try:
+            runs = [] if flow is None else runs_of(post, flow)
+            part.num_runs = sum(len(some) for some in runs)
+            part.num_bytes = sum(int(some.length.sum()) for some in runs)
+            message = b""
+            if post.message is not None:
+                told = msgspec.structs.replace(post.message, num_bytes=part.num_bytes, num_runs=part.num_runs)
+                message = encode_message(told)
+            if not runs:
+                if message:
+                    self._transport.send(link.name, message)
+                return Moved(post.post)
+            ticket = self._transport.post(link.name, post.operation, runs, message)
+        except PeerLost as error:
+            return Moved(post.post, str(error), lost=True)
+        except (MalformedMessage, TransferError) as error:
+            return Moved(post.post, str(error))
+        part.tickets.add(ticket)
+        self._parts[ticket] = part
+        return None
+
+    def completed(self, completion: Completion) -> Moved | None:
+        """See Mover.completed."""
+        part = self._parts.pop(completion.ticket, None)
+        if part is None:
+            return None
+        part.tickets.discard(completion.ticket)
+        part.error = part.error or completion.error
+        if part.tickets:
+            return None
+        return Moved(part.post, part.error, part.num_bytes, part.num_runs)
+
+    def poll(self) -> Sequence[Moved]:
+        """See Mover.poll: nothing ends but by completions."""
+        return ()
+
+    @property
+    def num_in_flight(self) -> int:
+        """See Mover.num_in_flight."""
+        return len(self._parts)
