@@ -86,7 +86,7 @@ def _starts(where: str, layout: CacheLayout, tensor: Tensor, held: Holder, cell:
                 f"{where}: it is the state after token {cell.start}, and rank {layout.rank.index} has {len(held.ids)} "
                 f"states, of token {held.first_token}"
             )
-        return tensor.offset_bytes + held.ids * stride
+        return np.asarray(tensor.offset_bytes + held.ids * stride, np.int64)
     if not held.first_token <= cell.start < cell.stop <= held.end:
         raise MalformedMessage(
             f"{where}: tokens [{cell.start}, {cell.stop}) are not in the table, which holds "
@@ -94,10 +94,11 @@ def _starts(where: str, layout: CacheLayout, tensor: Tensor, held: Holder, cell:
         )
     low, high = (int(n) - held.first_local for n in held.local(np.array([cell.start, cell.stop], np.int64)))
     if tensor.paging.token_stride_bytes is None:
-        inside = held.ids[-(-low // held.block_tokens) : high // held.block_tokens]
-        return inside * stride + tensor.offset_bytes
+        inside: Int64s = held.ids[-(-low // held.block_tokens) : high // held.block_tokens]
+        return np.asarray(tensor.offset_bytes + inside * stride, np.int64)
     index, token = np.divmod(np.arange(low, high, dtype=np.int64), held.block_tokens)
-    return tensor.offset_bytes + held.ids[index] * stride + token * tensor.paging.token_stride_bytes
+    first: Int64s = tensor.offset_bytes + held.ids[index] * stride + token * tensor.paging.token_stride_bytes
+    return first
 
 
 def _inner(where: str, tensor: Tensor, cell: Cell, limit: int) -> tuple[int, Int64s]:

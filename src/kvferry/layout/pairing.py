@@ -157,7 +157,8 @@ def _without_aliases(
 
 
 def _place(tensor: Tensor) -> object:
-    return (tensor.region, tensor.group, tensor.offset_bytes, tensor.paging, tensor.axes, tensor.element_bytes)
+    axes = tuple(sorted(tensor.axes, key=lambda axis: axis.name))
+    return (tensor.region, tensor.group, tensor.offset_bytes, tensor.paging, axes, tensor.element_bytes)
 
 
 class _Covers:
