@@ -319,7 +319,8 @@ def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -
 
 def _whole_blocks(source: Holder, destination: Holder, span: Span) -> Segments:
     """Blocks that hold any token of the span, whole. Both sides deal and cut alike (checked by pairing)."""
-    if source.cp_rank != destination.cp_rank:
+    low, high = (int(n) for n in source.local(np.array([span.start, span.stop], np.int64)))
+    if source.cp_rank != destination.cp_rank or low >= high:
         empty = np.empty(0, np.int64)
         return Segments(empty, empty, empty, empty, empty)
     offset = source.first_local - destination.first_local
@@ -328,7 +329,6 @@ def _whole_blocks(source: Holder, destination: Holder, span: Span) -> Segments:
             f"blocks that move whole begin at token {source.first_token} on the source and at "
             f"{destination.first_token} on the destination: not a multiple of {source.block_tokens} apart"
         )
-    low, high = (int(n) for n in source.local(np.array([span.start, span.stop], np.int64)))
     first = (low - source.first_local) // source.block_tokens
     last = -(-(high - source.first_local) // source.block_tokens)
     index = np.arange(first, last, dtype=np.int64)
