@@ -56,7 +56,7 @@ def facts(**changes: object) -> Facts:
 
 def decode_facts(**changes: object) -> Facts:
     """The same, of a decode engine."""
-    return facts(role=Role.DECODE, **changes)
+    return facts(**{"role": Role.DECODE, **changes})
 
 
 def eagle(**changes: object) -> SpeculationFacts:

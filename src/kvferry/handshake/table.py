@@ -35,7 +35,7 @@ _ROWS = (
         read=lambda e: e.strict or None,
         meaning="this side compares bridged factors of R2 too",
         why="strict on one side is strict for the pair",
-        settings=flag("--strict", '--kv-transfer-config \'{{"kv_connector_extra_config": {{"strict": true}}}}\''),
+        settings=flag("--strict", '--kv-transfer-config \'{"kv_connector_extra_config": {"strict": true}}\''),
     ),
     FactSpec(
         name="role",
@@ -43,7 +43,7 @@ _ROWS = (
         read=lambda e: str(e.role),
         meaning="prefill, decode or both",
         why="two prefill (or two decode) workers have nothing to hand over",
-        settings=flag("--role {value}", '--kv-transfer-config \'{{"kv_role": "kv_producer|kv_consumer"}}\''),
+        settings=flag("--role {value}", '--kv-transfer-config \'{"kv_role": "kv_producer|kv_consumer"}\''),
         change=Change.EITHER,
         complement=True,
     ),
@@ -54,7 +54,7 @@ _ROWS = (
         meaning="pull: decode reads; push: prefill writes",
         why="each side would wait for the other to move the bytes",
         settings=flag(
-            "--mode {value}", '--kv-transfer-config \'{{"kv_connector_extra_config": {{"mode": "{value}"}}}}\''
+            "--mode {value}", '--kv-transfer-config \'{"kv_connector_extra_config": {"mode": "{value}"}}\''
         ),
         strict=True,
         rules="R13",
@@ -189,7 +189,7 @@ _ROWS = (
         read=lambda e: config_text(e.rope),
         meaning="parameters of the rotary embedding, with every override",
         why="keys are rotated by these angles: other angles, other attention, and no error",
-        settings=flag("--rope '{value}'", "--hf-overrides '{{\"rope_parameters\": {value}}}'"),
+        settings=flag("--rope '{value}'", "--hf-overrides '{\"rope_parameters\": {value}}'"),
     ),
     FactSpec(
         name="model.window_tokens",
@@ -197,7 +197,7 @@ _ROWS = (
         read=lambda e: e.window_tokens,
         meaning="tokens that a sliding-window layer sees",
         why="decode would attend to tokens that prefill did not, or keep blocks that were never filled",
-        settings=flag("--model {model}", "--hf-overrides '{{\"sliding_window\": {value}}}'"),
+        settings=flag("--model {model}", "--hf-overrides '{\"sliding_window\": {value}}'"),
     ),
     FactSpec(
         name="model.max_context_tokens",
@@ -267,7 +267,7 @@ _ROWS = (
         why="layers have names and strides; runs are as long as the more scattered side's",
         settings=flag(
             "--cross-layer-blocks {value}",
-            '--kv-transfer-config \'{{"kv_connector_extra_config": {{"enable_cross_layers_blocks": {value}}}}}\'',
+            '--kv-transfer-config \'{"kv_connector_extra_config": {"enable_cross_layers_blocks": {value}}}\'',
         ),
         strict=True,
         rules="R2 R22",

@@ -44,11 +44,11 @@ def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
     return effective_dtype(override, model_dtype(engine), "draft_kv_dtype")
 
 
-_SPEC_CONFIG = '--speculative-config \'{{"{key}": "{{value}}", ...}}\''
+_SPEC_CONFIG = '--speculative-config \'{"{key}": "{value}", ...}\''
 
 
 def _speculative(mini: str, key: str) -> dict[str, str]:
-    return flag(f"{mini} {{value}}", _SPEC_CONFIG.format(key=key))
+    return flag(mini + " {value}", _SPEC_CONFIG.replace("<key>", key))
 
 
 SPECULATION = (
@@ -121,7 +121,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.parallel_drafting),
         meaning="whether all draft tokens come from one pass",
         why="the drafter's cache holds other positions",
-        settings=flag("--parallel-drafting {value}", "--speculative-config '{{\"parallel_drafting\": {value}, ...}}'"),
+        settings=flag("--parallel-drafting {value}", "--speculative-config '{\"parallel_drafting\": {value}, ...}'"),
         part_of="speculation.method",
         strict=True,
         rules="R4",

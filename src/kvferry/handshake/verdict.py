@@ -4,6 +4,7 @@ One function for the handshake, the router and the command line. Symmetric: verd
 Total: it answers for any two Facts, also for ones of a peer that knows other facts than we do.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +16,9 @@ from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
 
 __all__ = ["Row", "Side", "Verdict", "VerdictKind", "is_strict", "verdict"]
+
+
+_HARMLESS = re.compile(r"[\w./:@,=+\-{}\[\]\" ]{1,300}", re.ASCII)
 
 
 class VerdictKind(StrEnum):
@@ -234,13 +238,20 @@ def _mend(spec: FactSpec, mine: Facts, theirs: Facts) -> str:
     template = settings.get(engine if isinstance(engine, str) else "", settings.get("", "set it to {value}"))
     value, model = theirs.get(spec.name), theirs.get("model.id")
     if value is None:
-        text = template.format(value="...", model="...").removeprefix("kvferry serve ")
+        text = _fill(template, "...", "...").removeprefix("kvferry serve ")
         return f"take {text} away, as the other side has none" if text.startswith("-") else text
-    return template.format(value=_typed(value), model=model if isinstance(model, str) else "the same model")
+    return _fill(template, _typed(value), _typed(model) if isinstance(model, str) else "the same model")
+
+
+def _fill(template: str, value: str, model: str) -> str:
+    """In one pass, so that braces in a peer's value stay what they are."""
+    return re.sub(r"\{(value|model)\}", lambda found: value if found[1] == "value" else model, template)
 
 
 def _typed(value: FactValue) -> str:
-    """A value as it is typed in a setting."""
+    """A value as it is typed in a setting. What a peer tells is never pasted into a shell unquoted."""
     if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        text = ",".join(str(item) for item in value)
+    else:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if _HARMLESS.fullmatch(text) else show(text)

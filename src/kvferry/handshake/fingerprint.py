@@ -1,0 +1,241 @@
+"""What a model is, whatever it is called: a digest of its config and weights that is cheap for a 400 GB checkpoint.
+
+Reads all of the small files that matter, the header of each safetensors file, and some bytes of up to MAX_TENSORS
+tensors, at places that follow from the tensor's name: how a checkpoint is cut into files makes no difference, and a
+path and a hub name of one model agree. Two models that share a name, or a config, do not. What it cannot see: a change
+of a few numbers in a tensor that misses every sampled byte. That guards against mistakes, not against malice.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvferry.errors import ConfigError, UnknownModel
+
+__all__ = ["MAX_TENSORS", "ModelFiles", "describe_model", "find_model", "model_fingerprint", "tokenizer_fingerprint"]
+
+MAX_TENSORS = 4096
+"""Up to so many tensors all are sampled; of more, those whose names hash lowest (mixtures of experts have 100,000)."""
+
+_SAMPLES = 2
+_SAMPLE_BYTES = 64
+_OPAQUE_SAMPLES = 256
+_HEAD_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 256 << 20
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash"})
+"""Keys of config.json that say nothing about the numbers (the dtype is a fact of its own)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What EngineDescription wants to know of a model's files."""
+
+    path: Path
+    fingerprint: str
+    tokenizer: str | None
+    """None: no tokenizer is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    stop: int
+
+
+def describe_model(name_or_path: str, revision: str | None = None) -> ModelFiles:
+    """Find a model and take its fingerprints. Blocks on the disk: seconds, once, at start."""
+    path = find_model(name_or_path, revision)
+    return ModelFiles(path, model_fingerprint(path), tokenizer_fingerprint(path))
+
+
+def find_model(name_or_path: str, revision: str | None = None) -> Path:
+    """The directory or .gguf file of a model: a path, or a hub name that is in the local hub cache. Downloads nothing.
+
+    Raises UnknownModel with the places that were looked at.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    cache = _hub_cache()
+    home = cache / f"models--{name_or_path.replace('/', '--')}"
+    wanted = revision or "main"
+    commit = wanted
+    if (home / "refs" / wanted).is_file():
+        commit = (home / "refs" / wanted).read_text().strip()
+    snapshot = home / "snapshots" / commit
+    if "/" not in commit and ".." not in commit and snapshot.is_dir():
+        return snapshot
+    raise UnknownModel(
+        f"model {name_or_path!r} (revision {wanted!r}) is neither a path nor in the hub cache {str(cache)!r}: "
+        "give the path of its directory, or download it first"
+    )
+
+
+def model_fingerprint(path: Path) -> str:
+    """`kf1-` and 32 hex digits. Raises UnknownModel for a place without weights, ConfigError for a broken file."""
+    root, files = _weight_files(path)
+    digest = hashlib.sha256(b"kvferry fingerprint 1\n")
+    config = root / "config.json" if root.is_dir() else None
+    if config is not None and config.is_file():
+        digest.update(_config(config))
+    tensors: list[_Tensor] = []
+    for file in files:
+        if file.suffix == ".safetensors":
+            tensors.extend(_read_header(file))
+        else:
+            digest.update(_opaque(file))
+    tensors.sort(key=lambda tensor: tensor.name)
+    for tensor in tensors:
+        size = tensor.stop - tensor.start
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0{size}\n".encode())
+    for tensor, data in _samples(tensors):
+        digest.update(tensor.name.encode() + b"\0" + data)
+    return f"kf1-{digest.hexdigest()[:32]}"
+
+
+def tokenizer_fingerprint(path: Path) -> str | None:
+    """The same of everything that turns a chat into tokens; None if there is nothing."""
+    digest = hashlib.sha256(b"kvferry tokenizer 1\n")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            return None
+        # The vocabulary is in the file's first part, and so is what else decides: all of it counts.
+        digest.update(_opaque(path))
+        return f"kt1-{digest.hexdigest()[:32]}"
+    found = False
+    for name in _TOKENIZERS:
+        if (path / name).is_file():
+            found = True
+            digest.update(name.encode() + b"\0" + hashlib.sha256((path / name).read_bytes()).digest())
+    template = _json(path / "tokenizer_config.json").get("chat_template") if found else None
+    digest.update(json.dumps(template, sort_keys=True).encode())
+    return f"kt1-{digest.hexdigest()[:32]}" if found else None
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or str(
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    )
+    return Path(os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")).expanduser()
+
+
+def _weight_files(path: Path) -> tuple[Path, list[Path]]:
+    if path.is_file():
+        return path, [path]
+    for pattern in _WEIGHTS:
+        found = sorted(path.glob(pattern))
+        if found:
+            return path, found
+    raise UnknownModel(f"{str(path)!r} holds no weights ({', '.join(_WEIGHTS)}): give the directory of a checkpoint")
+
+
+def _json(path: Path) -> Mapping[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        raw = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{str(path)!r} is not readable JSON: {error}. Download the model again") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def _config(path: Path) -> bytes:
+    kept = {key: value for key, value in _json(path).items() if key not in _VOLATILE}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _read_header(file: Path) -> Iterator[_Tensor]:
+    """The tensors of one safetensors file (format: 8 bytes of header length, the header as JSON, the data)."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ConfigError(f"{str(file)!r} is not a whole safetensors file. Download the model again")
+        try:
+            header = json.loads(stream.read(length))
+            for name, told in header.items():
+                if name == "__metadata__":
+                    continue
+                start, stop = (int(offset) + 8 + length for offset in told["data_offsets"])
+                if not 8 + length <= start <= stop <= size:
+                    raise ConfigError(
+                        f"{str(file)!r}: tensor {name!r} ends at byte {stop} of {size}: the file is cut short. "
+                        "Download the model again"
+                    )
+                shape = tuple(int(extent) for extent in told["shape"])
+                yield _Tensor(str(name), str(told["dtype"]), shape, file, start, stop)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{str(file)!r} has a broken header: {error!r}. Download the model again") from error
+
+
+def _samples(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
+    """Bytes of each sampled tensor, in the order of names; files are opened once each."""
+    sampled = tensors
+    if len(tensors) > MAX_TENSORS:
+        lowest = sorted(tensors, key=lambda tensor: hashlib.sha256(tensor.name.encode()).digest())[:MAX_TENSORS]
+        sampled = sorted(lowest, key=lambda tensor: tensor.name)
+    data: dict[str, bytes] = {}
+    by_file: dict[Path, list[_Tensor]] = {}
+    for tensor in sampled:
+        by_file.setdefault(tensor.file, []).append(tensor)
+    for file, inside in by_file.items():
+        with file.open("rb", buffering=0) as stream:
+            for tensor in inside:
+                data[tensor.name] = b"".join(_read_at(stream, at) for at in _places(tensor))
+    for tensor in sampled:
+        yield tensor, data[tensor.name]
+
+
+def _places(tensor: _Tensor) -> Iterator[tuple[int, int]]:
+    """(offset in the file, length) of what is read of a tensor: where follows from its name and size alone."""
+    size = tensor.stop - tensor.start
+    if size <= _SAMPLES * _SAMPLE_BYTES:
+        yield tensor.start, size
+        return
+    stretch = size // _SAMPLES
+    for index in range(_SAMPLES):
+        draw = hashlib.sha256(f"{tensor.name}\0{index}".encode()).digest()
+        room = stretch - _SAMPLE_BYTES
+        offset = index * stretch + int.from_bytes(draw[:8], "big") % (room + 1)
+        yield tensor.start + offset, _SAMPLE_BYTES
+
+
+def _opaque(file: Path) -> bytes:
+    """A file whose inside we do not read: its size, its beginning, and even samples. Its name is not counted."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb", buffering=0) as stream:
+        digest.update(_read_at(stream, (0, min(size, _HEAD_BYTES))))
+        for index in range(_OPAQUE_SAMPLES):
+            offset = max(0, (size - _SAMPLE_BYTES) * index // (_OPAQUE_SAMPLES - 1))
+            digest.update(_read_at(stream, (offset, min(size, _SAMPLE_BYTES))))
+    return digest.digest()
+
+
+def _read_at(stream: BinaryIO, place: tuple[int, int]) -> bytes:
+    offset, length = place
+    data = os.pread(stream.fileno(), length, offset)
+    if len(data) != length:
+        raise ConfigError(f"{stream.name!r} ended while it was read. Download the model again")
+    return data

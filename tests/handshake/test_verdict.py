@@ -1,0 +1,103 @@
+"""Symmetric, total, explained; and one with the digest. R1, R10."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.handshake.digest import digest
+from kvferry.handshake.facts import Fact, Facts
+from kvferry.handshake.spec import FactKind
+from kvferry.handshake.table import FACTS
+from kvferry.handshake.verdict import VerdictKind, verdict
+from tests.handshake.examples import decode_facts, facts
+from tests.handshake.test_facts import VALUES
+from tests.handshake.test_flips import FLIPS
+
+ANY_FACTS = st.dictionaries(
+    st.one_of(st.sampled_from(sorted(FACTS)), st.text(min_size=1, max_size=12)),
+    st.tuples(VALUES, st.sampled_from(FactKind)),
+    max_size=12,
+).map(lambda told: Facts(Fact(name, value, kind) for name, (value, kind) in told.items()))
+
+
+@given(ANY_FACTS, ANY_FACTS, st.booleans())
+def test_total_and_symmetric(a: Facts, b: Facts, strict: bool) -> None:  # R1 R10
+    answer = verdict(a, b, strict=strict)
+    assert verdict(b, a, strict=strict) == answer.mirrored()
+    assert answer.refused is bool(answer.blocking())
+    for row in answer.blocking():
+        assert row.fact in answer.explain().replace("\\", "") or not row.fact.isascii() or not row.fact.isprintable()
+    answer.refusal("a", "b")
+    json.dumps(answer.to_json())
+
+
+@given(ANY_FACTS)
+def test_facts_fit_themselves(a: Facts) -> None:
+    told = a.replace({"role": "both"})
+    assert verdict(told, told).kind is VerdictKind.COMPATIBLE
+
+
+@given(
+    st.lists(st.sampled_from(sorted(set(FLIPS) - {"role", "handshake.strict"})), max_size=4),
+    st.lists(st.sampled_from(sorted(set(FLIPS) - {"role", "handshake.strict"})), max_size=4),
+    st.booleans(),
+)
+def test_digests_are_equal_exactly_when_the_pair_fits(one: list[str], other: list[str], strict: bool) -> None:  # R1
+    def changes(names: list[str]) -> dict[str, object]:
+        return {key: value for name in names for key, value in FLIPS[name][1].items()}
+
+    a, b = facts(**changes(one)), decode_facts(**changes(other))
+    assert (digest(a, strict=strict) == digest(b, strict=strict)) is not verdict(a, b, strict=strict).refused
+
+
+def test_a_peer_cannot_talk_a_fact_down() -> None:
+    lying = Facts(
+        Fact(fact.name, "fp8_e4m3" if fact.name == "kv.dtype" else fact.value, FactKind.INFORMATIVE)
+        for fact in decode_facts()
+    )
+    assert [row.fact for row in verdict(facts(), lying).blocking()] == ["kv.dtype"]
+    silent = Facts(fact for fact in decode_facts() if fact.name != "kv.dtype")
+    assert [row.fact for row in verdict(facts(), silent).blocking()] == ["kv.dtype"]
+
+
+def test_a_fact_that_only_a_newer_release_knows() -> None:  # R8 R10
+    newer = decode_facts().replace({"kv.spin": "up"})
+    answer = verdict(facts(), newer)
+    assert answer.refused
+    assert answer.rows[0].remedy("old", "new") == (
+        "on old: upgrade kvferry: only the other side knows the fact 'kv.spin'"
+    )
+    assert verdict(facts(), decode_facts().replace({"kv.spin": None})).kind is VerdictKind.COMPATIBLE
+
+
+def test_bridged_says_how_and_at_what_price() -> None:
+    answer = verdict(facts(), decode_facts(block_tokens=(32, 32)))
+    assert answer.kind is VerdictKind.NOTES
+    assert answer.explain("p", "d") == (
+        "p and d can share a cache; what differs is bridged\n"
+        "  kv.block_tokens: p=[16,16] d=[32,32]; "
+        "nothing to do: tokens have positions; runs are as long as the smaller block"
+    )
+
+
+def test_the_refusal_is_one_line_with_everything() -> None:  # R10
+    answer = verdict(facts(speculation=None), decode_facts(kv_dtype="fp8", head_size=64, speculation=None))
+    assert answer.refusal("p0", "d0") == (
+        "p0 and d0 cannot share a cache: "
+        "model.head_size: p0=128 d0=64, change it on d0: kvferry serve --model org/model; "
+        "kv.dtype: p0='bfloat16' d0='fp8_e4m3', change it on d0: kvferry serve --kv-dtype bfloat16"
+    )
+
+
+def test_json_has_the_promised_names() -> None:
+    told = verdict(facts(), decode_facts(kv_dtype="fp8")).to_json()
+    assert told["verdict"] == "refused"
+    rows = told["rows"]
+    assert isinstance(rows, list)
+    assert {"fact", "class", "a", "b", "remedy"} <= rows[0].keys()
+
+
+def test_a_peers_value_is_quoted_in_what_a_person_may_paste() -> None:
+    answer = verdict(decode_facts(), facts().replace({"kv.dtype": "x; rm -rf ~ {model}\n"}))
+    assert answer.rows[0].mend_a == "kvferry serve --kv-dtype 'x; rm -rf ~ {model}\\n'"
