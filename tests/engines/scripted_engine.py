@@ -21,7 +21,7 @@ ANSWER = "The quick brown fox jumps over the lazy dog. "
 class CharTokenizer:
     """Token id = code point."""
 
-    knows_tools = False
+    takes_tools = False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
@@ -33,12 +33,10 @@ class CharTokenizer:
         return chr(token_id)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        lines = [f"{m['role']}: {m['content']}\n" for m in messages]
-        if self.knows_tools and variables.get("tools"):
-            lines.insert(0, f"tools: {variables['tools']}\n")
-        return "".join(lines) + "assistant: "
+        lines = [f"tools: {tools}\n"] if tools else []
+        return "".join([*lines, *(f"{m['role']}: {m['content']}\n" for m in messages)]) + "assistant: "
 
 
 def answer_of(request: GenerateRequest) -> list[Output]:

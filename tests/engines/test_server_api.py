@@ -211,7 +211,7 @@ async def test_tools_reach_a_template_that_knows_them() -> None:
     async with openai.AsyncOpenAI(base_url=f"{listener.url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="knows no tools"):
             await client.chat.completions.create(model="tiny", messages=CHAT, tools=tools)
-        tokenizer.knows_tools = True
+        tokenizer.takes_tools = True
         answer = await client.chat.completions.create(model="tiny", messages=CHAT, tools=tools, max_tokens=2)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens > CHAT_LEN

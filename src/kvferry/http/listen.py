@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
@@ -27,33 +28,71 @@ def url_of(host: str, port: int) -> str:
 class Listener:
     """An application with its socket. Handlers are cancelled when their client hangs up."""
 
-    def __init__(self, app: web.Application, host: str, port: int, *, shutdown_s: float = 5.0) -> None:
+    def __init__(self, app: web.Application | None, host: str, port: int, *, shutdown_s: float = 5.0) -> None:
+        """`app` may come later: see `start`."""
         self.host = host
         self.port = port
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s)
+        self._app = app
+        self._shutdown_s = shutdown_s
+        self._socket: socket.socket | None = None
+        self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        """Where to reach it, once started."""
+        """Where to reach it, once bound."""
         return url_of(self.host, self.port)
 
-    async def start(self) -> None:
-        """Bind. Port 0 becomes the port that was taken. Raises ConfigError naming address and remedy."""
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
+    def bind(self) -> None:
+        """Take the port, and answer nobody yet: so a port in use is told before a model is loaded.
+
+        Port 0 becomes the port that was taken. Raises ConfigError with the address and the remedy.
+        """
         try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
+            family, kind, number, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.socket(family, kind, number)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except (OSError, OverflowError) as error:
+            self.unbind()
             raise _cannot_listen(self.host, self.port, error) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = self._socket.getsockname()[1]
+
+    def unbind(self) -> None:
+        """Give the port back, if it is not served yet. Idempotent."""
+        if self._socket is not None and self._runner is None:
+            self._socket.close()
+            self._socket = None
+
+    async def start(self, app: web.Application | None = None) -> None:
+        """Start the application, then answer. Raises ConfigError as `bind`, which it calls if nobody did."""
+        app = app or self._app
+        assert app is not None, "an application is given to the constructor or to start"
+        if self._socket is None:
+            self.bind()
+        assert self._socket is not None, "bind() has made the socket"
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._shutdown_s, keepalive_timeout=75
+        )
+        await self._runner.setup()
+        try:
+            await web.SockSite(self._runner, self._socket, backlog=1024).start()
+        except OSError as error:
+            await self.stop()
+            raise _cannot_listen(self.host, self.port, error) from error
 
     async def stop(self) -> None:
         """Take no new connections, give open ones `shutdown_s`, then cut them. Idempotent."""
-        await self._runner.cleanup()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._socket is not None:
+            self._socket.close()
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+    if isinstance(error, OverflowError | socket.gaierror):
+        return ConfigError(
+            f"cannot listen on --host {host!r} --port {port!r}: {error}. Give an address of this machine"
+        )
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"port {port} on {host} is in use by another process: give another --port, or 0 for a free one"

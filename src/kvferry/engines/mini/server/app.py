@@ -314,6 +314,9 @@ class WorkerServer:
         stats = getattr(self._worker.engine, "stats", None)
         if stats is not None:
             self._engine_stats = await self._snapshot(lambda: numbers_of(stats()), self._engine_stats)
+        handoff_stats = getattr(self._worker, "handoff_stats", None)
+        if handoff_stats is not None:
+            self._engine_stats = {**self._engine_stats, **numbers_of(handoff_stats(), "handoff_")}
         text = self._metrics.text(self._engine.num_open, self._engine_stats)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 

@@ -27,8 +27,13 @@ class TokenizerLike(Protocol):
         """One token by itself, for logprobs."""
         ...
 
+    @property
+    def takes_tools(self) -> bool:
+        """The chat template writes tools into the prompt."""
+        ...
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True, **variables: object
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
         """A conversation as the model's template writes it. Raises RequestError if the template refuses it."""
         ...
@@ -86,17 +91,15 @@ def chat_prompt(body: ChatBody, tokenizer: TokenizerLike) -> Prompt:
             "or leave it out",
             param="response_format",
         )
-    text = tokenizer.render_chat(messages)
-    if body.tools and body.tool_choice != "none":
-        with_tools = tokenizer.render_chat(messages, tools=body.tools)
-        if with_tools == text:
-            raise ApiError(
-                400,
-                f"tools: {len(body.tools)} were sent and the chat template of this model knows no tools; leave them "
-                "out, or serve a model whose template does",
-                param="tools",
-            )
-        text = with_tools
+    tools = body.tools if body.tools and body.tool_choice != "none" else None
+    if tools and not tokenizer.takes_tools:
+        raise ApiError(
+            400,
+            f"tools: {len(tools)} were sent and the chat template of this model knows no tools; leave them out, "
+            "or serve a model whose template does",
+            param="tools",
+        )
+    text = tokenizer.render_chat(messages, tools)
     return Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 

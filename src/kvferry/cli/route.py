@@ -1,0 +1,51 @@
+"""`kvferry route`: the OpenAI-compatible router in front of prefill and decode workers."""
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+
+from kvferry.cli.lifetime import die_with_supervisor
+from kvferry.cli.main import ExitCode
+from kvferry.cli.worker_flags import field_docs
+from kvferry.http.listen import Listener, announce, serve_until_signal
+from kvferry.router.app import Router
+from kvferry.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("--prefill", action="append", default=[], metavar="URL", help="a prefill worker; repeatable")
+    parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode worker; repeatable")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="its port; 0 takes a free one (default: 8080)")
+    parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid and url")
+    docs = field_docs(RouterSettings)
+    for field in dataclasses.fields(RouterSettings):
+        parser.add_argument(
+            "--" + field.name.removesuffix("_s").replace("_", "-"),
+            dest=field.name, type=type(field.default), default=field.default, metavar="N",
+            help=f"{docs[field.name]} (default: {field.default})",
+        )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Route until SIGINT or SIGTERM."""
+    die_with_supervisor()
+    settings = RouterSettings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RouterSettings)})
+    router = Router(args.prefill, args.decode, settings)
+    listener = Listener(router.app, args.host, args.port)
+
+    async def main() -> None:
+        await listener.start()
+        for worker in router.fleet.workers:
+            if worker.why_unusable is not None:
+                logger.warning("worker not usable yet: %s", worker.why_unusable)
+        logger.info("routing url=%s prefill=%d decode=%d", listener.url, len(args.prefill), len(args.decode))
+        announce(args.ready_file, url=listener.url)
+        await serve_until_signal(listener)
+
+    asyncio.run(main())
+    return ExitCode.OK

