@@ -68,6 +68,7 @@ class Kept:
         self.regions = end.regions
         self.fill = end.fill
         self.read = end.read
+        self.run = end.run
 
     def close(self) -> None:
         self.transport.close()

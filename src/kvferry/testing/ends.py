@@ -44,6 +44,10 @@ class End(Protocol):
         """Read the memory of this end."""
         ...
 
+    def run(self, function: Callable[..., Result], *args: object) -> Result:
+        """Call function(end, *args) where the memory is; `end` is a LocalEnd."""
+        ...
+
     def close(self) -> None:
         """Close the transport, and end the process if there is one. Idempotent."""
         ...
@@ -68,6 +72,10 @@ class LocalEnd:
         stop = None if num_bytes is None else offset + num_bytes
         return self.buffers[region][offset:stop].tobytes()
 
+    def run(self, function: Callable[..., Result], *args: object) -> Result:
+        """See End.run."""
+        return function(self, *args)
+
     def close(self) -> None:
         """See End.close."""
         self.transport.close()
@@ -77,7 +85,7 @@ class ProcessEnd:
     """An end in a process of its own. `transport` forwards each call; `run` calls a function there.
 
     The process ends with this one, however this one ends. A call that gets no answer within `timeout_s` raises
-    TransferError, and the process is killed.
+    TransferError, and the process is killed. `wait=False`: return at once, so that several can start side by side.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class ProcessEnd:
         options: Mapping[str, object] | None = None,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
+        wait: bool = True,
     ) -> None:
         self.name = name
         self.timeout_s = timeout_s
@@ -102,6 +111,11 @@ class ProcessEnd:
         far.close()
         self.transport: Transport = _Forwarded(self, transport)
         self.regions: tuple[Region, ...] = ()
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until the process has registered its memory. Needed once, after `wait=False`, before anything else."""
         try:
             self.regions = self._answer("start")
         except BaseException:

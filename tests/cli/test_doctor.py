@@ -1,0 +1,188 @@
+"""The doctor finds what is wrong, says which step it is and what to do, ends in time and leaves no process."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvferry.cli import doctor
+from kvferry.cli.doctor import NUM_BLOCKS, Doctor, Step
+from kvferry.cli.main import ExitCode, main
+from kvferry.ids import PeerName
+from kvferry.testing.ends import End, LocalEnd, ProcessEnd
+from kvferry.transport.base import Completion, Polled
+from kvferry.transport.memory import MemoryHub, MemoryTransport
+
+NUM_BYTES = NUM_BLOCKS * 64
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    yield
+    assert multiprocessing.active_children() == []
+
+
+class Corrupting(MemoryTransport):
+    """Says done, and has changed one byte."""
+
+    buffers: Sequence[object] = ()
+
+    def poll(self) -> Polled:
+        polled = super().poll()
+        if polled.completions:
+            end = self.end
+            end.buffers[0][64 * 5 + 1] ^= 0xFF
+        return polled
+
+    end: LocalEnd
+
+
+class Refusing(MemoryTransport):
+    """Ends every transfer with an error."""
+
+    def poll(self) -> Polled:
+        polled = super().poll()
+        return Polled(
+            tuple(Completion(done.ticket, "the link is down") for done in polled.completions), polled.messages
+        )
+
+
+def steps_with(transport: type[MemoryTransport], hub: MemoryHub, timeout_s: float = 20.0) -> list[Step]:
+    def make_end(name: PeerName, sizes: Sequence[int], _timeout_s: float) -> End:
+        made = transport(name, hub=hub)
+        end = LocalEnd(made, name, sizes)
+        if isinstance(made, Corrupting):
+            made.end = end
+        return end
+
+    return list(Doctor("memory", NUM_BYTES, timeout_s, make_end).steps())
+
+
+def test_all_steps_pass_on_a_sound_transport() -> None:
+    steps = steps_with(MemoryTransport, MemoryHub())
+    assert [step.ok for step in steps] == [True] * 8
+    assert "after" in steps[-1].detail
+
+
+def test_wrong_bytes_are_found_and_the_block_is_named() -> None:
+    last = steps_with(Corrupting, MemoryHub())[-1]
+    assert (last.ok, last.code) == (False, ExitCode.BAD_TRANSFER)
+    assert last.name.startswith("READ")
+    assert "bytes differ in 1 of 256 blocks; block " in last.detail
+    assert "UCX_TLS=tcp" in last.remedy
+
+
+def test_a_failing_transfer_gives_its_reason() -> None:
+    last = steps_with(Refusing, MemoryHub())[-1]
+    assert (last.code, last.detail) == (ExitCode.BAD_TRANSFER, "the link is down")
+
+
+def test_a_transfer_that_never_ends_is_given_up() -> None:
+    hub = MemoryHub()
+    hub.faults.hold = True
+    last = steps_with(MemoryTransport, hub, timeout_s=1.5)[-1]
+    assert last.code == ExitCode.BAD_TRANSFER
+    assert "the read has not ended after" in last.detail
+
+
+def test_lost_messages_are_noticed() -> None:
+    hub = MemoryHub()
+    hub.faults.hold_messages = True
+    last = steps_with(MemoryTransport, hub, timeout_s=1.5)[-1]
+    assert (last.name, last.code) == ("messages both ways", ExitCode.BAD_TRANSFER)
+
+
+@pytest.mark.process
+def test_a_process_that_hangs_is_ended_in_time() -> None:
+    def make_end(name: PeerName, sizes: Sequence[int], timeout_s: float) -> End:
+        end = ProcessEnd("memory", name, sizes, timeout_s=timeout_s, wait=False)
+        assert end.process.pid is not None
+        os.kill(end.process.pid, signal.SIGSTOP)
+        return end
+
+    started_s = time.monotonic()
+    last = list(Doctor("memory", NUM_BYTES, 1.0, make_end).steps())[-1]
+    assert (last.ok, last.code) == (False, ExitCode.ERROR)
+    assert "did not answer 'start'" in last.detail
+    assert time.monotonic() - started_s < 30
+
+
+@pytest.mark.process
+def test_a_process_that_dies_says_how() -> None:
+    def make_end(name: PeerName, sizes: Sequence[int], timeout_s: float) -> End:
+        end = ProcessEnd("memory", name, sizes, timeout_s=timeout_s, wait=False)
+        end.process.kill()
+        return end
+
+    last = list(Doctor("memory", NUM_BYTES, 20.0, make_end).steps())[-1]
+    assert last.detail.endswith("ended during 'start' with exit code -9")
+
+
+def test_too_little_shared_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small:
+        f_bavail, f_frsize = 16, 1 << 20
+
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(os, "statvfs", lambda _path: Small())
+    last = steps_with(MemoryTransport, MemoryHub())[-1]
+    assert (last.name, last.code) == ("shared memory", ExitCode.ERROR)
+    assert "--shm-size" in last.remedy
+
+
+def test_a_missing_library_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("kvferry.transport.nixl", "kvferry.transport.nixl_errors"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    assert main(["doctor"]) == ExitCode.ERROR
+    told = capsys.readouterr()
+    assert "FAIL  transport" in told.out
+    assert "pip install 'kvferry[nixl]'" in told.err
+
+
+def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--transport", "memory", "--megabytes", "1", "--json"]) == ExitCode.OK
+    told = capsys.readouterr()
+    lines = [json.loads(line) for line in told.out.splitlines()]
+    assert [line["ok"] for line in lines] == [True] * 9
+    assert (lines[-1]["exit"], lines[-1]["failed"]) == (0, None)
+    assert told.err == ""
+
+
+@pytest.mark.process
+def test_real_nixl_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--transport", "nixl", "--megabytes", "8", "--timeout", "60"]) == ExitCode.OK
+    told = capsys.readouterr()
+    assert told.out.count("  ok  ") == 8
+    assert "READ 8 MiB in 256 blocks, bytes compared" in told.out
+
+
+def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = MemoryHub()
+    monkeypatch.setattr(doctor, "make_transport", lambda _name, agent, **_options: Refusing(agent, hub=hub))
+    assert main(["doctor", "--transport", "memory", "--megabytes", "1"]) == ExitCode.BAD_TRANSFER
+    assert "kvferry doctor: READ 1 MiB in 256 blocks, bytes compared: the link is down. Set UCX_TLS" in (
+        capsys.readouterr().err
+    )
+
+
+def test_urls_are_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    fleet = types.ModuleType("kvferry.cli.fleet")
+    asked: list[object] = []
+    fleet.run_fleet = lambda urls, as_json: asked.append((urls, as_json)) or ExitCode.UNREACHABLE  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvferry.cli.fleet", fleet)
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args(["http://a:1", "http://b:2", "--json"])) == ExitCode.UNREACHABLE
+    assert asked == [(["http://a:1", "http://b:2"], True)]
