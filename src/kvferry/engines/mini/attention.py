@@ -35,7 +35,7 @@ class _Group:
     """Their rows in the batch."""
     rows: torch.Tensor
     bias: torch.Tensor
-    """[batch, 1, 1, context]: 0 where a token is seen, else minus infinity."""
+    """[batch * kv heads, 1, 1, context]: 0 where a token is seen, else minus infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,10 @@ class AttentionPlan:
         for group in self._groups[window]:
             batch = len(group.tokens)
             keys, values = cache.gather(layer, group.rows, batch)
-            q = queries[group.tokens].view(batch, heads, shared, dim)
-            parts.append((group, functional.scaled_dot_product_attention(q, keys, values, group.bias).view(batch, -1)))
+            q = queries[group.tokens].view(batch * heads, shared, 1, dim)
+            keys, values = (x.view(batch * heads, 1, -1, dim).expand(-1, shared, -1, -1) for x in (keys, values))
+            mixed = functional.scaled_dot_product_attention(q, keys, values, group.bias)
+            parts.append((group, mixed.view(batch, -1)))
         if len(parts) == 1 and len(parts[0][0].tokens) == num_tokens:
             return parts[0][1]
         out = queries.new_empty(num_tokens, num_heads * dim)
@@ -114,7 +116,8 @@ class AttentionPlan:
         seen = position < length
         if window is not None:
             seen &= position >= length - window
-        return _Group(self._tensor(members), rows, self._bias(seen)[:, None, None, :])
+        bias = self._bias(seen.repeat_interleave(cache.config.num_kv_heads, dim=0))
+        return _Group(self._tensor(members), rows, bias[:, None, None, :])
 
     def _cut(self, cache: KVCache, pieces: Sequence[Piece], first: int, window: int | None) -> list[_Chunk]:
         chunks = []

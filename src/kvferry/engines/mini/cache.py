@@ -37,7 +37,7 @@ class KVCache:
         # The same memory as rows of one (block, layer, part, head), from each layer's first row on.
         rows = self.data.view(-1, block_tokens * config.head_dim)
         self._rows = [rows[i * 2 * config.num_kv_heads :] for i in range(config.num_layers)]
-        self._rows_of_part = torch.arange(2 * config.num_kv_heads, device=device).view(2, config.num_kv_heads, 1)
+        self._rows_of_part = torch.arange(2 * config.num_kv_heads, device=device).view(2, 1, config.num_kv_heads, 1)
 
     @classmethod
     def create(
@@ -68,15 +68,15 @@ class KVCache:
             torch.cuda.current_stream(self.data.device).synchronize()
 
     def rows(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Which rows `gather` reads for block tables [batch, blocks]: [batch * 2 * kv_heads * blocks]."""
+        """Which rows `gather` reads for block tables [batch, blocks]: [2 * batch * kv_heads * blocks]."""
         per_block = self.config.num_layers * 2 * self.config.num_kv_heads
-        return (block_ids[:, None, None, :] * per_block + self._rows_of_part).flatten()
+        return (block_ids[None, :, None, :] * per_block + self._rows_of_part).flatten()
 
     def gather(self, layer: int, rows: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [batch, kv_heads, blocks * block_tokens, head_dim], of some rows."""
+        """Keys and values, each [batch, kv_heads, blocks * block_tokens, head_dim], of some rows; one copy."""
         found = torch.index_select(self._rows[layer], 0, rows)
-        pair = found.view(batch, 2, self.config.num_kv_heads, -1, self.config.head_dim)
-        return pair[:, 0], pair[:, 1]
+        keys, values = found.view(2, batch, self.config.num_kv_heads, -1, self.config.head_dim)
+        return keys, values
 
     def store(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from kvferry.engines.mini.attention import AttentionPlan
 from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.linear import Linear
 from kvferry.engines.mini.models import ModelConfig, Rope
 
 __all__ = ["LayerWeights", "Llama"]
@@ -19,20 +20,17 @@ __all__ = ["LayerWeights", "Llama"]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Matrices are [outputs, inputs]; query, key and value are one matrix, and so are gate and up."""
+    """One layer. Query, key and value are one matrix."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
     """[query heads + kv heads, head_dim], or None."""
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate: Linear
+    up: Linear
+    down: Linear
 
 
 class Llama:
@@ -45,7 +43,7 @@ class Llama:
         embedding: torch.Tensor,
         layers: list[LayerWeights],
         norm: torch.Tensor,
-        head: torch.Tensor,
+        head: Linear,
     ) -> None:
         self.config = config
         self.embedding = embedding
@@ -64,18 +62,16 @@ class Llama:
         x = functional.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             normed = functional.rms_norm(x, width, layer.attention_norm, eps)
-            x = x + self._attention(index, layer, normed, cos, sin, cache, plan)
+            x = layer.output.plus(self._attention(index, layer, normed, cos, sin, cache, plan), x)
             normed = functional.rms_norm(x, width, layer.mlp_norm, eps)
-            gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x = x + functional.linear(functional.silu(gate).mul_(up), layer.down, layer.down_bias)
+            x = layer.down.plus(layer.up.times(normed, layer.gate.silu(normed)), x)
         return x
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] in float32, of some rows of what `forward` returned."""
-        return functional.linear(
-            functional.rms_norm(hidden, (self.config.hidden,), self.norm, self.config.norm_eps), self.head
-        ).float()
+        normed = functional.rms_norm(hidden, (self.config.hidden,), self.norm, self.config.norm_eps)
+        return self.head(normed).float()
 
     def _attention(
         self,
@@ -89,15 +85,14 @@ class Llama:
     ) -> torch.Tensor:
         config = self.config
         num_turned = config.num_heads + config.num_kv_heads
-        qkv = functional.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
         turned = qkv[:, :num_turned]  # queries and keys
         if layer.qk_norm is not None:
             turned = functional.rms_norm(turned, (config.head_dim,), None, config.norm_eps) * layer.qk_norm
         # The second half turns the first: roll brings the other half of each pair; the sign is in `sin`.
         turned = torch.addcmul(turned * cos, turned.roll(config.head_dim // 2, -1), sin)
         cache.store(index, turned[:, config.num_heads :], qkv[:, num_turned:], plan.slots)
-        mixed = plan.attend(index, turned[:, : config.num_heads], cache, config.windows[index])
-        return functional.linear(mixed, layer.output, layer.output_bias)
+        return plan.attend(index, turned[:, : config.num_heads], cache, config.windows[index])
 
 
 def _rope_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvferry.engines.mini.linear import Linear
 from kvferry.engines.mini.llama import LayerWeights, Llama
 from kvferry.engines.mini.models import ModelConfig, find_model, read_config, read_json
 from kvferry.engines.mini.progress import Progress
@@ -186,28 +187,27 @@ def _build(config: ModelConfig, weights: _Weights, bar: Progress, dtype: torch.d
         bar.advance(tensor.nbytes)
         return tensor.to(device=device, dtype=dtype, copy=True)
 
-    def fused(layer: str, parts: tuple[str, ...], what: str) -> torch.Tensor:
-        return torch.cat([take(f"{layer}.{part}.{what}") for part in parts])
+    def linear(layer: str, parts: tuple[str, ...], bias: bool) -> Linear:
+        def stacked(what: str) -> torch.Tensor:
+            return torch.cat([take(f"{layer}.{part}.{what}") for part in parts])
+
+        return Linear(stacked("weight"), stacked("bias") if bias else None)
 
     def layer_weights(i: int) -> LayerWeights:
-        layer, qkv = f"model.layers.{i}", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gate_up = ("mlp.gate_proj", "mlp.up_proj")
+        layer = f"model.layers.{i}"
         norms = None
         if config.qk_norm:
             q, k = (take(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
             norms = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
         return LayerWeights(
             attention_norm=take(f"{layer}.input_layernorm.weight"),
-            qkv=fused(layer, qkv, "weight"),
-            qkv_bias=fused(layer, qkv, "bias") if config.qkv_bias else None,
+            qkv=linear(layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
             qk_norm=norms,
-            output=take(f"{layer}.self_attn.o_proj.weight"),
-            output_bias=take(f"{layer}.self_attn.o_proj.bias") if config.output_bias else None,
+            output=linear(layer, ("self_attn.o_proj",), config.output_bias),
             mlp_norm=take(f"{layer}.post_attention_layernorm.weight"),
-            gate_up=fused(layer, gate_up, "weight"),
-            gate_up_bias=fused(layer, gate_up, "bias") if config.mlp_bias else None,
-            down=take(f"{layer}.mlp.down_proj.weight"),
-            down_bias=take(f"{layer}.mlp.down_proj.bias") if config.mlp_bias else None,
+            gate=linear(layer, ("mlp.gate_proj",), config.mlp_bias),
+            up=linear(layer, ("mlp.up_proj",), config.mlp_bias),
+            down=linear(layer, ("mlp.down_proj",), config.mlp_bias),
         )
 
     embedding = take("model.embed_tokens.weight")
@@ -216,5 +216,5 @@ def _build(config: ModelConfig, weights: _Weights, bar: Progress, dtype: torch.d
         embedding=embedding,
         layers=[layer_weights(i) for i in range(config.num_layers)],
         norm=take("model.norm.weight"),
-        head=embedding if config.tied_embeddings else take("lm_head.weight"),
+        head=Linear(embedding if config.tied_embeddings else take("lm_head.weight")),
     )

@@ -1,0 +1,59 @@
+"""A matrix that inputs are multiplied with, kept as the device likes it best.
+
+On CPU, oneDNN's own order of the weights makes small batches up to twice as fast (measured on one core, 576 x 3072:
+bf16 1 token 479 -> 333 us, 64 tokens 732 -> 419 us; fp32 8 tokens 1471 -> 750 us), and activation, product or sum with
+another tensor are done while the result is still in registers. Inductor uses the same two operators.
+"""
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Linear"]
+
+REORDER_FOR_ROWS = 64
+"""oneDNN asks how many rows to expect; the choice hardly matters."""
+
+
+def _has_onednn(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    # bfloat16 without hardware for it would be emulated.
+    return weight.dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Linear:
+    """y = x @ weight.T + bias, for x [rows, inputs] and weight [outputs, inputs]. Keeps its own copy of the weight."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.bias = bias
+        self._packed = _has_onednn(weight)
+        if self._packed:
+            with torch.no_grad():
+                weight = torch.ops.mkldnn._reorder_linear_weight(weight, REORDER_FOR_ROWS)
+        self._weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, outputs]."""
+        return self._plain(x, "none") if self._packed else functional.linear(x, self._weight, self.bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(y)."""
+        if self._packed:
+            return self._plain(x, "swish")
+        return functional.silu(functional.linear(x, self._weight, self.bias), inplace=True)
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """y * other."""
+        return self._with(x, other, "mul") if self._packed else self(x).mul_(other)
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """y + other."""
+        return self._with(x, other, "add") if self._packed else self(x).add_(other)
+
+    def _plain(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], "")
+        return y
+
+    def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, operation)
+        return y
