@@ -69,9 +69,7 @@ def meaning(key: int, position: int, name: int, size: int) -> bytes:
     return (value.to_bytes(6, "big") * (size // 6 + 1))[:size]
 
 
-def write(
-    case: Case, memory_: Memory, layout: CacheLayout, tensor: Tensor, where: dict[int, tuple[int, int]]
-) -> int:
+def write(case: Case, memory_: Memory, layout: CacheLayout, tensor: Tensor, where: dict[int, tuple[int, int]]) -> int:
     """Write the meaning of every element of one tensor at these positions; how many bytes."""
     shares = next(layer.shares for layer in case.model.layers if layer.name == tensor.layer)
     key = zlib.crc32(f"{shares or tensor.layer}/{tensor.part}".encode())
@@ -128,7 +126,9 @@ def expected(case: Case) -> tuple[Memory, int] | None:
         group = case.reader.groups[tensor.group]
         if group.kind is CacheKind.STATE:
             if wanted.stop == end:
-                moved += write(case, result, case.reader, tensor, all_places(case, case.reader, tensor, near[tensor.group], end))
+                moved += write(
+                    case, result, case.reader, tensor, all_places(case, case.reader, tensor, near[tensor.group], end)
+                )
             continue
         here = all_places(case, case.reader, tensor, near[tensor.group], end)
         there: dict[int, tuple[int, int]] = {}
@@ -229,7 +229,10 @@ def _compare(kind: str, near: Memory, want: Memory) -> None:
 
 
 def _compare_cells(case: Case, edge: Edge, source: Memory, near: Memory) -> None:
-    for cell in [*all_cells(edge, case.wanted, end=case.end), *sample_cells(case.seed, edge, case.wanted, 3, end=case.end)]:
+    for cell in [
+        *all_cells(edge, case.wanted, end=case.end),
+        *sample_cells(case.seed, edge, case.wanted, 3, end=case.end),
+    ]:
         both = []
         for layout, tables, memory_ in (
             (edge.source, case.source_tables, source),
@@ -237,7 +240,9 @@ def _compare_cells(case: Case, edge: Edge, source: Memory, near: Memory) -> None
         ):
             runs = cell_runs(layout, tables, cell)
             region = memory_[runs.region]
-            both.append(b"".join(region[a : a + n] for a, n in zip(runs.offset.tolist(), runs.length.tolist(), strict=True)))
+            both.append(
+                b"".join(region[a : a + n] for a, n in zip(runs.offset.tolist(), runs.length.tolist(), strict=True))
+            )
         if both[0] != both[1]:
             raise WrongBytesError(f"{cell} reads differently on the two sides")
 

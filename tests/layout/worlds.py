@@ -74,7 +74,7 @@ class Config:
 
 @dataclass
 class Engine:
-    """All ranks of one engine, and which group holds which layers."""
+    """All ranks of one engine (of decode: the one that reads), and which group holds which layers."""
 
     config: Config
     ranks: list[CacheLayout]
@@ -136,10 +136,7 @@ def random_config(rng: random.Random, model: Model, like: Config | None = None) 
         cp, cp_run = like.cp, like.cp_run
     memory = rng.choice(("own", "own", "cross", "pages"))
     shared = any(layer.shares for layer in model.layers)
-    if shared and like is not None and like.pp == 1:
-        pp = 1
-    else:
-        pp = 1 if shared else rng.choice((1, 1, 2, 3))
+    pp = 1 if shared else rng.choice((1, 1, 2, 3))
     return Config(
         tp=tp,
         pp=pp,
@@ -151,14 +148,14 @@ def random_config(rng: random.Random, model: Model, like: Config | None = None) 
         order=rng.choice(tuple(AxisOrder)),
         kv=rng.choice(tuple(KvPlace) if memory == "own" else (KvPlace.PACKED, KvPlace.INTERLEAVED)),
         memory=memory,
-        num_blocks=rng.choice((40, 48)) if memory == "pages" else 32,
+        num_blocks=rng.choice((90, 96)) if memory == "pages" else 32,
         shuffle=rng.randrange(1000) * rng.randrange(2),
         head_cuts=cuts,
     )
 
 
-def build(model: Model, config: Config) -> Engine:
-    """All ranks."""
+def build(model: Model, config: Config, pick: random.Random | None = None) -> Engine:
+    """All ranks, or one of them."""
     tags: dict[str, str] = {}
     for layer in model.layers:
         if layer.kind in STATE_KINDS:
@@ -173,21 +170,23 @@ def build(model: Model, config: Config) -> Engine:
     if config.shuffle:
         random.Random(config.shuffle).shuffle(groups)
     engine = Engine(config, [], {name: groups.index(tag) for name, tag in tags.items()}, groups)
-    for pp_rank in range(config.pp):
-        for tp_rank in range(config.tp):
-            for cp_rank in range(config.cp):
-                rank = Rank(
-                    len(engine.ranks), tp_rank, config.tp, pp_rank, config.pp, cp_rank, config.cp, config.cp_run
-                )
-                held = _stage(model, pp_rank, config.pp)
-                if held:
-                    engine.ranks.append(_Rank(model, config, rank, groups, tags).build(held))
+    places = [
+        (pp_rank, tp_rank, cp_rank)
+        for pp_rank in range(config.pp)
+        if _stage(model, pp_rank, config.pp)
+        for tp_rank in range(config.tp)
+        for cp_rank in range(config.cp)
+    ]
+    for index, (pp_rank, tp_rank, cp_rank) in (
+        enumerate(places) if pick is None else [pick.choice([*enumerate(places)])]
+    ):
+        rank = Rank(index, tp_rank, config.tp, pp_rank, config.pp, cp_rank, config.cp, config.cp_run)
+        engine.ranks.append(_Rank(model, config, rank, groups, tags).build(_stage(model, pp_rank, config.pp)))
     return engine
 
 
 def _stage(model: Model, pp_rank: int, pp: int) -> list[Layer]:
-    owners = [layer for layer in model.layers]
-    return [layer for i, layer in enumerate(owners) if i * pp // len(owners) == pp_rank]
+    return [layer for i, layer in enumerate(model.layers) if i * pp // len(model.layers) == pp_rank]
 
 
 class _Rank:
@@ -216,7 +215,17 @@ class _Rank:
         for layer in layers:
             if layer.shares:
                 tensors += [
-                    Tensor(layer.name, t.part, t.encoding, t.element_bytes, t.region, t.group, t.offset_bytes, t.paging, t.axes)
+                    Tensor(
+                        layer.name,
+                        t.part,
+                        t.encoding,
+                        t.element_bytes,
+                        t.region,
+                        t.group,
+                        t.offset_bytes,
+                        t.paging,
+                        t.axes,
+                    )
                     for t in layout.tensors
                     if t.layer == layer.shares
                 ]
@@ -253,7 +262,9 @@ class _Rank:
     def _parts(self, layer: Layer) -> tuple[StatePart, ...]:
         tp_rank, tp = self.rank.tp_rank, self.config.tp
         if layer.kind == "mamba1":
-            return mamba1_parts(inner=layer.heads * 2, state=2, conv_width=3, tp_rank=tp_rank, tp_size=tp, element_bytes=2)
+            return mamba1_parts(
+                inner=layer.heads * 2, state=2, conv_width=3, tp_rank=tp_rank, tp_size=tp, element_bytes=2
+            )
         if layer.kind == "mamba2":
             return mamba2_parts(
                 heads=layer.heads,
@@ -296,7 +307,13 @@ class _Rank:
         if layer.kind == "attention":
             heads = self._heads(layer.heads)
             b.attention(
-                layer.name, group, heads=heads, head_dim=m.head_dim, order=self.config.order, kv=self.config.kv, **common
+                layer.name,
+                group,
+                heads=heads,
+                head_dim=m.head_dim,
+                order=self.config.order,
+                kv=self.config.kv,
+                **common,
             )
             if layer.scales:
                 each = heads if layer.scales == "head" else None
@@ -326,7 +343,15 @@ def _shuffled(layout: CacheLayout, tensors: list[Tensor], seed: int) -> CacheLay
         rng.shuffle(axes)
         moved.append(
             Tensor(
-                t.layer, t.part, t.encoding, t.element_bytes, place[t.region], t.group, t.offset_bytes, t.paging, tuple(axes)
+                t.layer,
+                t.part,
+                t.encoding,
+                t.element_bytes,
+                place[t.region],
+                t.group,
+                t.offset_bytes,
+                t.paging,
+                tuple(axes),
             )
         )
     return CacheLayout(layout.rank, tuple(regions[old] for old in order), layout.groups, tuple(moved))
@@ -355,7 +380,7 @@ def random_case(seed: str) -> Case:
     decode_config = random_config(rng, model, prefill_config)
     if any(layer.shares for layer in model.layers):
         assert prefill_config.pp == decode_config.pp == 1, "layers that share a cache sit on one stage"
-    prefill, decode = build(model, prefill_config), build(model, decode_config)
+    prefill, decode = build(model, prefill_config), build(model, decode_config, rng)
     end = rng.randrange(1, 26)
     start = rng.choice((0, 0, rng.randrange(end)))
     stop = end if rng.random() < 0.7 else rng.randrange(start + 1, end + 1)
@@ -365,7 +390,7 @@ def random_case(seed: str) -> Case:
         model,
         prefill,
         decode,
-        rng.choice(decode.ranks),
+        decode.ranks[0],
         tables(rng, model, prefill, end, 0),
         tables(rng, model, decode, end, start),
         wanted,
