@@ -9,7 +9,6 @@ from kvferry.ids import EngineId, Incarnation, peer_name
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
-from kvferry.transport.base import Transport
 from kvferry.transport.registry import make_transport
 
 __all__ = ["HandoffWorker", "start_worker"]
@@ -20,10 +19,13 @@ logger = logging.getLogger(__name__)
 class HandoffWorker:
     """One rank's worker half. See connector.base.WorkerHalf for the contract of each hook."""
 
-    def __init__(self, driver: Driver, transport: Transport) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._transport = transport
-        self.transport_metadata = transport.metadata()
+
+    @property
+    def transport_metadata(self) -> bytes:
+        """What peers need to connect to this rank."""
+        return self._driver.metadata
 
     def start_step(self, orders: StepOrders) -> None:
         """Queue the orders for the driver thread."""
@@ -45,7 +47,6 @@ class HandoffWorker:
     def close(self) -> None:
         """End the driver thread, then the transport; nothing of them remains."""
         self._driver.close()
-        self._transport.close()
 
 
 def start_worker(
@@ -62,21 +63,19 @@ def start_worker(
     `owners` keep the memory alive. Raises ConfigError for a transport that cannot be had; then nothing is left behind.
     """
     rank = layout.rank.index
-    transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
+    driver = Driver(
+        transport=make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank)),
+        layout=layout,
+        memory_owners=owners,
+        engine=engine,
+        incarnation=incarnation,
+        rank=rank,
+        num_ranks=num_ranks,
+        settings=settings,
+    )
     try:
-        transport.register(layout.regions, owners)
-        driver = Driver(
-            transport=transport,
-            layout=layout,
-            memory_owners=owners,
-            engine=engine,
-            incarnation=incarnation,
-            rank=rank,
-            num_ranks=num_ranks,
-            settings=settings,
-        )
         driver.start()
     except BaseException:
-        transport.close()
+        driver.close()
         raise
-    return HandoffWorker(driver, transport)
+    return HandoffWorker(driver)
