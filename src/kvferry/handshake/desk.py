@@ -220,18 +220,24 @@ class Desk:
     def _refused(
         self, engine: EngineId, incarnation: Incarnation | None, now_s: float, reason: str, address: str = ""
     ) -> None:
+        level = self._level(engine, reason)
         with self._lock:
             gone = self.book.refused(engine, incarnation, now_s, reason, address=address)
             if gone is not None:
                 self._gone.append(Gone(engine, gone, reason))
-        logger.warning("handshake refused peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
+        logger.log(level, "handshake refused peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
+
+    def _level(self, engine: EngineId, reason: str) -> int:
+        """A failure is news once: a peer that fails for the same reason again must not fill the log."""
+        return logging.DEBUG if self.book.get(engine).reason == reason else logging.WARNING
 
     def _lost(self, engine: EngineId, incarnation: Incarnation | None, now_s: float, reason: str) -> None:
+        level = self._level(engine, reason)
         with self._lock:
             gone = self.book.lost(engine, incarnation, now_s, reason)
             if gone is not None:
                 self._gone.append(Gone(engine, gone, reason))
-        logger.warning("peer lost peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
+        logger.log(level, "peer lost peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
 
 
 def _listening(accepted: Accepted, address: str) -> str:

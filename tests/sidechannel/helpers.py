@@ -1,0 +1,102 @@
+"""Listeners and askers on loopback."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvferry.errors import FerryError
+from kvferry.handshake.desk import Desk
+from kvferry.handshake.peers import PeerState
+from kvferry.settings import SideChannelSettings
+from kvferry.sidechannel.client import SideChannelClient
+from kvferry.sidechannel.server import OnEnvelope, SideChannelServer
+
+
+def settings(**changes: object) -> SideChannelSettings:
+    """Short times."""
+    return SideChannelSettings(**{"timeout_s": 10.0, **changes})  # type: ignore[arg-type]  # names are checked by it
+
+
+@contextmanager
+def listening(on_envelope: OnEnvelope, given: SideChannelSettings | None = None) -> Iterator[SideChannelServer]:
+    """A listener that is started and closed."""
+    server = SideChannelServer(given or settings(), on_envelope)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def asking(given: SideChannelSettings | None = None) -> Iterator[SideChannelClient]:
+    """A client that is closed."""
+    client = SideChannelClient(given or settings())
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def answering(desk: Desk) -> OnEnvelope:
+    """What a listener calls."""
+    return lambda body, address: desk.answer(body, address, time.monotonic())
+
+
+def until(done: Callable[[], bool], what: str, client: SideChannelClient | None = None, within_s: float = 20.0) -> None:
+    """Poll a condition with a deadline; wait on a client's sockets meanwhile, or give other threads a turn."""
+    gate = threading.Event()
+    end_s = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end_s, f"waited {within_s} s for {what}"
+        if client is not None:
+            client.wait(0.05)
+        else:
+            gate.wait(0.005)
+
+
+def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict[int, bytes | FerryError]:
+    """The results of `num` questions by token."""
+    results: dict[int, bytes | FerryError] = {}
+
+    def done() -> bool:
+        results.update(client.poll())
+        return len(results) >= num
+
+    until(done, f"{num} answers", client, within_s)
+    return results
+
+
+def shake(desk: Desk, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
+    """Run a handshake to its end over the real wire; the peer's state then."""
+
+    def done() -> bool:
+        for asked in desk.take_asks():
+            client.ask_nowait(asked.host, asked.port, asked.body, asked.token)
+        for token, reply in client.poll():
+            desk.replied(token, reply, time.monotonic())
+        return desk.book.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
+
+    desk.want(peer, None, "127.0.0.1", port, time.monotonic())  # type: ignore[arg-type]
+    until(done, f"a verdict on {peer}", client, within_s)
+    return desk.book.get(peer).state  # type: ignore[arg-type]
+
+
+def num_descriptors() -> int:
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_threads() -> int:
+    """Threads of this process, those of C libraries too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def resident_bytes() -> int:
+    """Resident memory."""
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

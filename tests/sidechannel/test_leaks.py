@@ -1,0 +1,107 @@
+"""What a refused peer leaves behind: nothing. R24."""
+
+import logging
+import time
+
+import pytest
+
+from kvferry.handshake.desk import Desk
+from kvferry.handshake.handshake import ask
+from kvferry.handshake.peers import BackOff
+from kvferry.ids import EngineId
+from kvferry.settings import Role
+from kvferry.wire.envelope import Kind, decode_envelope
+from tests.handshake.examples import side
+from tests.sidechannel.helpers import (
+    answering,
+    asking,
+    collect,
+    listening,
+    num_descriptors,
+    num_threads,
+    resident_bytes,
+    settings,
+    shake,
+    until,
+)
+
+NUM_REFUSED = 1000
+MOST_GROWTH_BYTES = 4 << 20
+
+
+def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:  # R24
+    """Over the real side channel, each on a connection of its own; refused by the facts, on both sides."""
+    caplog.set_level(logging.CRITICAL, "kvferry")  # what pytest keeps of the log is not what we leave behind
+    desk = Desk(side("p0"), max_peers=64)
+    given = settings(max_handshakes_per_s=1e6)
+    asker = Desk(
+        side("d0", role=Role.DECODE, kv_dtype="fp8"),
+        back_off=BackOff(refused_first_s=1e-9, longest_s=1e-9, lost_first_s=1e-9),
+    )
+    with listening(answering(desk), given) as server, asking(given) as client:
+
+        def refuse(num: int) -> None:
+            for _ in range(num):
+                assert shake(asker, client, "p0", server.port) == "refused"
+
+        refuse(200)  # libraries take what they keep for ever
+        until(lambda: server.stats().connections == 0, "closed connections")
+        before = num_descriptors(), num_threads(), resident_bytes()
+        refuse(NUM_REFUSED)
+        until(lambda: server.stats().connections == 0, "closed connections")
+        after = num_descriptors(), num_threads(), resident_bytes()
+    assert server.stats().answered == NUM_REFUSED + 200
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < MOST_GROWTH_BYTES
+    assert desk.take_accepted() == asker.take_accepted() == []
+
+
+def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk(side("p0"))
+    for second in range(50):
+        desk.answer(ask(side("d0", role=Role.DECODE, kv_dtype="fp8")), "x", float(second))
+    assert [record.levelname for record in caplog.records if "kv.dtype" in record.getMessage()] == ["WARNING"]
+
+
+def test_refused_strangers_fill_no_book() -> None:  # R24
+    desk = Desk(side("p0"), max_peers=64)
+    for index in range(NUM_REFUSED):
+        stranger = side(f"stranger-{index}", role=Role.DECODE, kv_dtype="fp8")
+        assert decode_envelope(desk.answer(ask(stranger), "x", float(index))).kind is Kind.REFUSE
+    assert len(desk.book.peers()) == 64
+
+
+def test_close_leaves_no_thread_and_no_descriptor() -> None:  # R24
+    def once() -> None:
+        with listening(lambda body, address: body) as server, asking() as client:
+            for token in range(20):
+                client.ask_nowait("127.0.0.1", server.port, b"x", token)
+            collect(client, 20)
+            client.ask_nowait("127.0.0.1", 9, b"never answered", 99)
+
+    once()
+    before = num_descriptors(), num_threads()
+    for _ in range(10):
+        once()
+    until(lambda: (num_descriptors(), num_threads()) == before, "descriptors and threads as before")
+
+
+def test_an_unanswered_question_ends_and_its_socket_with_it() -> None:  # R24
+    with asking(settings(timeout_s=0.05)) as client:
+        client.ask_nowait("127.0.0.1", 9, b"x", 1)
+        collect(client, 1)
+        before = num_descriptors()
+        for token in range(100):
+            client.ask_nowait("127.0.0.1", 9, b"x", token)
+        collect(client, 100)
+        until(lambda: num_descriptors() <= before, "closed sockets")
+
+
+@pytest.mark.parametrize("num", [50])
+def test_a_desk_forgets_what_is_answered(num: int) -> None:
+    desk = Desk(side("d0", role=Role.DECODE))
+    for index in range(num):
+        desk.want(EngineId(f"p{index}"), None, "127.0.0.1", 1, time.monotonic())
+    for asked in desk.take_asks():
+        desk.replied(asked.token, b"garbage", time.monotonic())
+    assert not desk._sent
