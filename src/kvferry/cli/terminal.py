@@ -36,6 +36,12 @@ class Terminal:
             self._clear()
             print(text, file=self._stream, flush=True)
 
+    def write(self, text: str) -> None:
+        """Text as it comes, without a line's end."""
+        with self._lock:
+            self._clear()
+            print(text, end="", file=self._stream, flush=True)
+
     def note(self, text: str) -> None:
         """What is going on."""
         self.line(self.paint(f"kvferry: {text}", "dim"))

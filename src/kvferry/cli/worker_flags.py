@@ -98,8 +98,8 @@ def _cache_default() -> float:
 
 
 def _given(args: argparse.Namespace, part: type) -> dict[str, Any]:
-    values = {flag: getattr(args, flag.dest) for flag in FLAGS if flag.part is part}
-    return {flag.field: flag.parse(value) for flag, value in values.items() if value is not None}
+    values = [(flag, getattr(args, flag.dest)) for flag in FLAGS if flag.part is part]
+    return {flag.field: flag.parse(value) for flag, value in values if value is not None}
 
 
 def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
