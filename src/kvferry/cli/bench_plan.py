@@ -20,9 +20,10 @@ from kvferry.layout.packing import plan_staged
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
 
-__all__ = ["SUMMARY", "Result", "add_arguments", "measure", "run"]
+__all__ = ["QUICK_ARGS", "SUMMARY", "Result", "add_arguments", "measure", "run"]
 
 SUMMARY = "what planning costs"
+QUICK_ARGS = ("--quick",)
 HEAD_DIM = 128
 ELEMENT_BYTES = 2
 
