@@ -84,7 +84,7 @@ class AttentionPlan:
             mixed = functional.scaled_dot_product_attention(q, keys, values, group.bias)
             parts.append((group, mixed.view(batch, -1)))
         if len(parts) == 1 and len(parts[0][0].tokens) == num_tokens:
-            return parts[0][1]
+            return parts[0][1]  # one group of all, in the order of the batch
         out = queries.new_empty(num_tokens, num_heads * dim)
         for group, mixed in parts:
             out[group.tokens] = mixed
@@ -138,7 +138,7 @@ class AttentionPlan:
 
 
 def _alike(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Indices of decoding requests in groups of similar length."""
+    """Indices of decoding requests in groups of similar length, each in the order of the batch."""
     groups: list[list[int]] = []
     waste = 0
     for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].stop):
@@ -149,4 +149,4 @@ def _alike(pieces: Sequence[Piece]) -> list[list[int]]:
         else:
             groups.append([i])
             waste = 0
-    return groups
+    return [sorted(group) for group in groups]

@@ -97,7 +97,9 @@ class BlockManager:
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Fresh blocks, in as few runs as can be; `after`: the request's last block, to grow behind it.
 
-        The caller has asked `fits`. Content is whatever was there: see KVCache.clear.
+        A block that a growing answer needs and cannot have there comes from the smallest hole, so that long runs stay
+        for prompts, which are what hand-offs move. The caller has asked `fits`. Content is whatever was there: see
+        KVCache.clear.
         """
         assert count <= self.num_free, f"{count} blocks allocated where {self.num_free} are free"
         while self._num_clean < count:
@@ -108,17 +110,17 @@ class BlockManager:
                 after += 1
                 self._claim(blocks, range(after, after + 1))
         while len(blocks) < count:
-            self._claim(blocks, self._best_run(count - len(blocks), growing=after is not None))
+            self._claim(blocks, self._best_run(count - len(blocks)))
         return blocks
 
-    def _best_run(self, count: int, *, growing: bool) -> range:
-        """The shortest run that is long enough, else the longest one; for a request that grows, always the longest."""
+    def _best_run(self, count: int) -> range:
+        """The beginning of the shortest run that is long enough, else the longest one."""
         clean = np.flatnonzero(self._clean)
         cuts = np.flatnonzero(np.diff(clean) != 1) + 1
         starts = clean[np.concatenate(([0], cuts))]
         lengths = np.diff(np.concatenate(([0], cuts, [len(clean)])))
         enough = np.flatnonzero(lengths >= count)
-        best = enough[np.argmin(lengths[enough])] if len(enough) and not growing else np.argmax(lengths)
+        best = enough[np.argmin(lengths[enough])] if len(enough) else np.argmax(lengths)
         start = int(starts[best])
         return range(start, start + min(count, int(lengths[best])))
 

@@ -61,7 +61,7 @@ class EngineStats:
     handed_over_tokens: int
     answer_tokens: int
     blocks_per_run: float
-    """How many neighbouring blocks a request had on average in one run: the longer, the faster its hand-off."""
+    """How many neighbouring blocks of a prompt lay on average in one run: the longer, the faster its hand-off."""
 
 
 class Engine:
@@ -292,8 +292,9 @@ class Engine:
         self._prompt_tokens += request.num_prompt_tokens
         self._cached_tokens += request.num_cached
         self._handed_over_tokens += request.num_handed_over
-        self._placed_blocks += len(request.block_ids)
-        self._placed_runs += num_runs(request.block_ids)
+        prompt_blocks = request.block_ids[: -(-request.num_prompt_tokens // self.settings.block_tokens)]
+        self._placed_blocks += len(prompt_blocks)
+        self._placed_runs += num_runs(prompt_blocks)
 
     # Hand-offs
 

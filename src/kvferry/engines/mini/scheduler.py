@@ -155,7 +155,6 @@ class Scheduler:
             self.blocks.hold(transfer, request.block_ids)
         request.block_ids = []
         request.num_computed = request.num_remembered = 0
-        request.num_cached = request.num_handed_over = 0
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         for request in list(self.waiting):
@@ -207,7 +206,7 @@ class Scheduler:
         request.block_ids = known + fresh
         request.num_remembered = len(known)
         request.num_computed = min(len(known) * self.block_tokens, len(request.tokens))
-        request.num_cached = min(request.num_computed, request.num_prompt_tokens)
+        self._account(request, min(request.num_computed, request.num_prompt_tokens))
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         if asks and (match.num_tokens or not match.reason):
             assert self._connector is not None, "asks"
@@ -223,6 +222,15 @@ class Scheduler:
                 plan.adopted.append(request)
             request.handoff_over = True
         self.run(request)
+
+    @staticmethod
+    def _account(request: Request, num_known: int) -> None:
+        """Where prompt tokens came from. After a preemption, what is still known keeps the name it had."""
+        if request.num_preemptions:
+            request.num_handed_over = min(request.num_handed_over, max(0, num_known - request.num_cached))
+            request.num_cached = min(request.num_cached, num_known)
+        else:
+            request.num_cached, request.num_handed_over = num_known, 0
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
