@@ -1,0 +1,398 @@
+"""What an engine does around its ranks: it gives out blocks, computes, dispatches orders, and believes every report.
+
+It checks what it is told: invariants I1 to I4 as an engine would notice them, and I1 also as nobody could who is in the
+world.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrders, StepReport, Want, Withdraw
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.testing.simulator.memory import GARBAGE, MAX_RANKS, Memory, Violation
+from kvferry.testing.simulator.scenario import Job
+from kvferry.transport.base import Operation
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulator.world import SimRank, World
+
+__all__ = ["DecodeEngine", "PrefillEngine", "SimEngine"]
+
+_LOCAL = 1 << 40
+"""Tags of what decode computed itself; what prefill computes is below."""
+
+
+class SimEngine:
+    """What both kinds share."""
+
+    prefill: bool
+
+    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+        from kvferry.testing.simulator.world import SimRank
+
+        self.world, self.engine, self.incarnation, self.num_ranks = world, engine, incarnation, num_ranks
+        self.dead = False
+        self.memory = Memory(num_ranks, world.scenario.num_blocks)
+        self.ranks = [SimRank(world, self, index) for index in range(num_ranks)]
+        self.known: dict[EngineId, Incarnation] = {}
+
+    def order(self, orders: StepOrders) -> None:
+        """To all ranks."""
+        for rank in self.ranks:
+            rank.order(orders)
+
+    def introduce(self, other: "SimEngine") -> None:
+        """A handshake was accepted."""
+        if self.dead or other.dead:
+            return
+        self.known[other.engine] = other.incarnation
+        for rank in self.ranks:
+            at_s = max(rank.last_order_s, self.world.now_s)
+            rank.last_order_s = at_s
+            self.world.at(at_s, rank.do, rank.meet, other.engine, other.incarnation, other.num_ranks)
+
+    def report(self, rank: "SimRank", report: StepReport) -> None:
+        """What a rank tells."""
+        raise NotImplementedError
+
+    def check_silence(self) -> None:
+        """Nothing may be open when the world stands still."""
+        for rank in self.ranks:
+            core = rank.core
+            if core.prefill._grants or core.decode._receives or core.decode._holds:
+                raise Violation("I3", f"{rank.name} keeps {[*core.prefill._grants, *core.decode._receives]}")
+            if core.prefill._posts or core.decode._posts or core.prefill._beats._beats or core.decode._beats._beats:
+                raise Violation("I5", f"{rank.name} has posts or heartbeats left")
+        if len(self.memory.free) != self.memory.num_blocks:
+            raise Violation("I3", f"{self.incarnation}: {self.memory.num_blocks - len(self.memory.free)} blocks leaked")
+
+
+@dataclass(slots=True)
+class _Source:
+    """A request on the prefill engine."""
+
+    job: Job
+    transfer: TransferId
+    finished: Callable[[], None]
+    came_s: float
+    blocks: tuple[int, ...] = ()
+    tag: int = 0
+    offered: bool = False
+    final: bool = False
+    withdrawn_s: float | None = None
+    released: set[int] = field(default_factory=set)
+
+
+class PrefillEngine(SimEngine):
+    """Computes prompts, offers them, frees blocks when every rank has released them."""
+
+    prefill = True
+
+    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+        super().__init__(world, engine, incarnation, num_ranks)
+        self.jobs: dict[TransferId, _Source] = {}
+
+    def take(self, job: Job, transfer: TransferId, finished: Callable[[], None]) -> None:
+        """A request came from the router."""
+        source = self.jobs[transfer] = _Source(job, transfer, finished, self.world.now_s)
+        self.world.after(0.001, self._begin, source, not job.preempted)
+        if job.withdraw_s is not None:
+            self.world.after(job.withdraw_s, self._withdraw, source)
+
+    def _begin(self, source: _Source, for_good: bool) -> None:
+        if self.dead or source.withdrawn_s is not None:
+            return
+        blocks = self.memory.alloc(source.job.num_tokens)
+        if blocks is None:
+            if self.world.now_s - source.came_s > 60:
+                self._withdraw(source)
+            else:
+                self.world.after(0.2, self._begin, source, for_good)
+            return
+        if not for_good:
+            self.memory.release(blocks)
+            self.world.after(0.3, self._begin, source, True)
+            return
+        source.blocks = blocks
+        source.tag = self.world.next_tag(source.transfer, source.job.num_tokens)
+        self.world.after(source.job.chunk_s, self._chunk, source, 1)
+
+    def _chunk(self, source: _Source, number: int) -> None:
+        if self.dead or source.withdrawn_s is not None:
+            return
+        job = source.job
+        start, stop = job.num_tokens * (number - 1) // job.chunks, job.num_tokens * number // job.chunks
+        for cells in self.memory.cells:
+            for token in range(start, stop):
+                cells[source.blocks[token] * MAX_RANKS] = source.tag + token
+        source.offered, source.final = True, number == job.chunks
+        offer = Offer(
+            source.transfer,
+            RequestId(source.transfer.split("#")[0]),
+            (BlockTable(0, 0, source.blocks),),
+            TokenRange(0, stop),
+            source.final,
+            b"note" if source.final else b"",
+        )
+        self.world.say("%s offers %s [0,%d) final=%s", self.engine, source.transfer, stop, source.final)
+        self.order(StepOrders(offer=(offer,)))
+        if source.final:
+            source.finished()
+        else:
+            self.world.after(job.chunk_s, self._chunk, source, number + 1)
+
+    def _withdraw(self, source: _Source) -> None:
+        if self.dead or source.withdrawn_s is not None or source.transfer not in self.jobs or source.final:
+            return
+        source.withdrawn_s = self.world.now_s
+        self.world.say("%s withdraws %s", self.engine, source.transfer)
+        self.order(StepOrders(withdraw=(Withdraw(source.transfer, "aborted"),)))
+
+    def report(self, rank: "SimRank", report: StepReport) -> None:
+        """Blocks come back."""
+        if report.landed or report.failed:
+            raise Violation("I4", f"{rank.name} reports landed or failed on prefill")
+        for transfer in report.released:
+            source = self.jobs.get(transfer)
+            if source is None or rank.index in source.released:
+                raise Violation("I4", f"{rank.name} released {transfer} twice, or a stranger")
+            source.released.add(rank.index)
+            self.world.say("%s released %s", rank.name, transfer)
+            self._check_untouched(rank, source)
+            if len(source.released) == self.num_ranks:
+                self._free(source)
+
+    def _check_untouched(self, rank: "SimRank", source: _Source) -> None:
+        """I1: no write of ours reads these blocks, and no decode rank believes that it may read them."""
+        world = self.world
+        for transfer in world.active.get(source.transfer, ()):
+            if transfer.rank is rank and not transfer.over:
+                raise Violation("I1", f"{rank.name} released {source.transfer} while it writes from its blocks")
+        decode = world.slots[world.decodes[source.job.decode]]
+        if decode.dead or decode.known.get(self.engine) != self.incarnation:
+            return
+        for other in decode.ranks:
+            receive = other.core.decode._receives.get(source.transfer)
+            reader = None if receive is None else receive.sources.get(rank.index)
+            if receive is None or reader is None or receive.failed is not None or not receive.pull:
+                continue
+            if (reader.in_flight or reader.todo) and other.now_s() < reader.lease_s:
+                raise Violation("I1", f"{rank.name} released {source.transfer} while {other.name} may read it")
+
+    def _free(self, source: _Source) -> None:
+        del self.jobs[source.transfer]
+        if source.blocks:
+            self.memory.release(source.blocks)
+        self.world.check_prompt(self, source.transfer, source.withdrawn_s, "withdrawn on prefill")
+
+
+@dataclass(slots=True)
+class _Target:
+    """A request on the decode engine."""
+
+    job: Job
+    transfer: TransferId
+    prefill: EngineId
+    incarnation: Incarnation
+    must_land: bool
+    attempt: int
+    came_s: float
+    blocks: tuple[int, ...] = ()
+    local_tag: int = 0
+    wanted_s: float | None = None
+    given_up_s: float | None = None
+    cancelled: bool = False
+    failed: bool = False
+    landed: dict[int, Landed] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    """Ranks that landed, or released after a failure."""
+    failures: set[int] = field(default_factory=set)
+
+
+class DecodeEngine(SimEngine):
+    """Holds, wants, cancels; serves what landed, and looks at every cell of it."""
+
+    prefill = False
+
+    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+        super().__init__(world, engine, incarnation, num_ranks)
+        self.jobs: dict[TransferId, _Target] = {}
+
+    def take(
+        self,
+        job: Job,
+        transfer: TransferId,
+        prefill: EngineId,
+        incarnation: Incarnation,
+        must_land: bool,
+        attempt: int,
+    ) -> None:
+        """A request came from the router."""
+        target = _Target(job, transfer, prefill, incarnation, must_land, attempt, self.world.now_s)
+        self.jobs[transfer] = target
+        if job.queue_s > 0.05:
+            self.order(StepOrders(hold=(Hold(transfer, prefill, incarnation),)))
+        self.world.after(job.queue_s, self._want, target)
+        if job.cancel_s is not None:
+            self.world.after(job.cancel_s, self._cancel, target, "the client went away")
+
+    def _want(self, target: _Target) -> None:
+        if self.dead or target.cancelled:
+            return
+        job = target.job
+        blocks = self.memory.alloc(job.asked_tokens)
+        if blocks is None:
+            if self.world.now_s - target.came_s > 60:
+                self._cancel(target, "no room")
+            else:
+                self.world.after(0.2, self._want, target)
+            return
+        target.blocks, target.wanted_s = blocks, self.world.now_s
+        target.local_tag = _LOCAL + self.world.next_tag(target.transfer, job.asked_tokens, local=True)
+        for cells in self.memory.cells:
+            for token in range(job.cached_tokens):
+                base = blocks[token] * MAX_RANKS
+                cells[base : base + MAX_RANKS] = [target.local_tag + token] * MAX_RANKS
+        want = Want(
+            target.transfer,
+            RequestId(target.transfer.split("#")[0]),
+            target.prefill,
+            target.incarnation,
+            self.world.scenario.mode,
+            (BlockTable(0, 0, blocks),),
+            TokenRange(job.cached_tokens, job.asked_tokens),
+            self.world.settings.transfer.deadline_s,
+        )
+        self.world.say("%s wants %s [%d,%d)", self.engine, target.transfer, job.cached_tokens, job.asked_tokens)
+        self.order(StepOrders(want=(want,)))
+
+    def _cancel(self, target: _Target, reason: str) -> None:
+        if self.dead or target.cancelled or self.jobs.get(target.transfer) is not target:
+            return
+        if len(target.landed) == self.num_ranks:
+            return
+        target.cancelled = True
+        target.given_up_s = target.given_up_s or self.world.now_s
+        self.world.say("%s cancels %s", self.engine, target.transfer)
+        cancel = Cancel(target.transfer, target.prefill, target.incarnation, reason)
+        self.order(StepOrders(cancel=(cancel,)))
+        if target.wanted_s is None:
+            del self.jobs[target.transfer]
+
+    def report(self, rank: "SimRank", report: StepReport) -> None:
+        """Ends of hand-offs."""
+        for landed in report.landed:
+            self._landed(rank, landed)
+        for failed in report.failed:
+            self._failed(rank, failed)
+        for transfer in report.released:
+            self._released(rank, transfer)
+
+    def _of(self, rank: "SimRank", transfer: TransferId) -> _Target:
+        target = self.jobs.get(transfer)
+        if target is None or target.wanted_s is None or rank.index in target.ended:
+            raise Violation("I4", f"{rank.name} reports {transfer}, which has ended there or never was")
+        return target
+
+    def _landed(self, rank: "SimRank", landed: Landed) -> None:
+        target = self._of(rank, landed.transfer)
+        if rank.index in target.failures:
+            raise Violation("I4", f"{rank.name}: {landed.transfer} failed and landed")
+        self.world.say("%s landed %s %r", rank.name, landed.transfer, landed.arrived)
+        self._check_content(rank, target, landed.arrived.stop, "landed")
+        self._check_untouched(rank, target)
+        job = target.job
+        if landed.arrived.stop < job.asked_tokens and landed.arrived.stop != max(job.num_tokens, job.cached_tokens):
+            raise Violation("I2", f"{rank.name}: {landed.transfer} landed with {landed.arrived!r}")
+        target.landed[rank.index] = landed
+        target.ended.add(rank.index)
+        if len(target.landed) == self.num_ranks and not target.cancelled:
+            self.world.num_landed += 1
+            # Decoding reads it for a while; nobody may touch it meanwhile.
+            self.world.after(0.05 + self.world.rng.random() * 0.5, self._finish, target, landed.arrived.stop)
+        elif len(target.ended) == self.num_ranks:
+            self._free(target)
+
+    def _finish(self, target: _Target, stop: int) -> None:
+        if self.dead:
+            return
+        for rank in self.ranks:
+            self._check_content(rank, target, min(one.arrived.stop for one in target.landed.values()), "served")
+        self._free(target)
+
+    def _failed(self, rank: "SimRank", failed: Failed) -> None:
+        target = self._of(rank, failed.transfer)
+        if rank.index in target.failures:
+            raise Violation("I4", f"{rank.name}: {failed.transfer} failed twice")
+        self.world.say("%s failed %s %s", rank.name, failed.transfer, failed.reason)
+        if target.must_land:
+            raise Violation("I6", f"{rank.name}: {failed.transfer} failed in calm: {failed.reason}")
+        target.failures.add(rank.index)
+        for transfer in self.world.active.get(failed.transfer, ()):
+            if transfer.rank is rank and not transfer.over and not rank.engine.world.forgiven(rank, target.wanted_s):
+                raise Violation("R26", f"{rank.name}: {failed.transfer} reported while a read is in flight")
+        self._check_content(rank, target, failed.arrived.stop, "arrived before it failed")
+        if not target.failed:
+            target.failed = True
+            self._cancel(target, "another rank failed")
+            job = target.job
+            if target.attempt < job.retries and job.cancel_s is None:
+                self.world.after(0.01, self.world.dispatch, job, False, target.attempt + 1)
+
+    def _released(self, rank: "SimRank", transfer: TransferId) -> None:
+        target = self._of(rank, transfer)
+        if not target.cancelled and rank.index not in target.failures:
+            raise Violation("I4", f"{rank.name} released {transfer}, which neither failed nor was cancelled")
+        self.world.say("%s released %s", rank.name, transfer)
+        self._check_untouched(rank, target)
+        target.ended.add(rank.index)
+        if len(target.ended) == self.num_ranks:
+            self._free(target)
+
+    def _free(self, target: _Target) -> None:
+        del self.jobs[target.transfer]
+        self.memory.release(target.blocks)
+        self.world.check_prompt(self, target.transfer, target.given_up_s, "given up on decode")
+
+    def _check_untouched(self, rank: "SimRank", target: _Target) -> None:
+        """I1: nothing is in flight into these blocks, and no prefill rank believes that it may write to them."""
+        world = self.world
+        for transfer in world.active.get(target.transfer, ()):
+            ours = transfer.rank is rank or (
+                transfer.peer is self
+                and transfer.post.peer.rank == rank.index
+                and transfer.post.operation is Operation.WRITE
+            )
+            if ours and not transfer.over:
+                raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer} while bytes are in flight")
+        prefill = world.slots[target.prefill]
+        if prefill.dead or prefill.incarnation != target.incarnation:
+            return
+        for other in prefill.ranks:
+            grant = other.core.prefill._grants.get(target.transfer)
+            consumer = None if grant is None else grant.consumers.get(rank.index)
+            if consumer is None or consumer.peer.name != rank.name or not consumer.push:
+                continue
+            if consumer.todo and other.now_s() < consumer.lease_s:
+                raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer}; {other.name} may write them")
+
+    def _check_content(self, rank: "SimRank", target: _Target, stop: int, when: str) -> None:
+        """I2: each token came whole from this very dispatch; R30: our own prefix is as it was."""
+        tag = self.world.tags.get(target.transfer)
+        cells, job = self.memory.cells[rank.index], target.job
+        sources = [
+            index
+            for index in range(self.world.num_prefill_ranks(target.prefill))
+            if self.world.owes(self, rank.index, index)
+        ]
+        for token in range(stop):
+            base = target.blocks[token] * MAX_RANKS
+            for source in sources:
+                found = cells[base + source]
+                right = target.local_tag + token if token < job.cached_tokens else GARBAGE if tag is None else tag + token
+                if found != right or found == GARBAGE:
+                    raise Violation(
+                        "I2", f"{rank.name}: token {token} of {target.transfer} from rank {source} is wrong ({when})"
+                    )

@@ -1,0 +1,220 @@
+"""The protocol with one fault each: every one was seen in the field. The simulator must find them all.
+
+A mutant changes one freshly made core; the product code knows nothing of it.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import msgspec
+
+from kvferry.handoff.actions import Action, Peer, Post, Send
+from kvferry.handoff.core import RankCore
+from kvferry.handoff.prefill import _State as _Consumer
+from kvferry.ids import PeerName, TransferId
+from kvferry.wire.handoff_messages import Message, RenewAck
+
+__all__ = ["MUTANTS", "Mutant"]
+
+Mutant = Callable[[RankCore], None]
+
+
+def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace a method of one object; the function gets the original first."""
+    original = getattr(owner, name)
+
+    def patched(_self: object, *args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(owner, name, MethodType(patched, owner))
+
+
+def free_while_writing(core: RankCore) -> None:
+    """Prefill frees on the lease's end, or on a revocation, although a write is in flight."""
+
+    def settle(original: Callable[..., None], grant: Any, now_s: float) -> None:
+        kept = {rank: consumer.in_flight for rank, consumer in grant.consumers.items()}
+        for consumer in grant.consumers.values():
+            consumer.in_flight = {}
+        original(grant, now_s)
+        for rank, in_flight in kept.items():
+            grant.consumers[rank].in_flight = in_flight
+
+    def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
+        key = core.prefill._posts.get(post)
+        if key is not None and key[0] not in core.prefill._grants:
+            del core.prefill._posts[post]
+            return True
+        return original(post, *args, **kwargs)
+
+    _patch(core.prefill, "_settle", settle)
+    _patch(core.prefill, "completed", completed)
+
+
+def first_failed_rank_frees(core: RankCore) -> None:
+    """Decode frees the blocks when the first prefill rank has failed; its siblings may still write or be read."""
+    decode = core.decode
+
+    def look(original: Callable[..., None], receive: Any, now_s: float) -> None:
+        if any(source.over for source in receive.sources.values()):
+            for source in receive.sources.values():
+                source.in_flight.clear()
+                source.state = type(source.state).QUIET
+        original(receive, now_s)
+
+    def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
+        key = decode._posts.get(post)
+        if key is not None and post not in key[1].in_flight:
+            del decode._posts[post]
+            return True
+        return original(post, *args, **kwargs)
+
+    _patch(decode, "_look_failed", look)
+    _patch(decode, "completed", completed)
+
+
+def completion_overwrites(core: RankCore) -> None:
+    """Completions are kept by transfer: one takes the place of another, and the first to end well ends them all."""
+    decode = core.decode
+
+    def completed(original: Callable[..., bool], post: Any, error: str | None, *args: Any, **kwargs: Any) -> bool:
+        key = decode._posts.get(post)
+        if key is None:
+            return original(post, error, *args, **kwargs)
+        if post not in key[1].in_flight:
+            del decode._posts[post]
+            return True
+        if error is None:
+            key[1].in_flight = {post: key[1].in_flight[post]}
+        return original(post, error, *args, **kwargs)
+
+    _patch(decode, "completed", completed)
+
+
+def scan_stops_at_live(core: RankCore) -> None:
+    """The expiry scan stops at the first grant that still lives; those behind it are never looked at again."""
+    prefill = core.prefill
+
+    def tick(original: Callable[..., None], now_s: float) -> None:
+        due = prefill._timers.pop_due(now_s)
+        for transfer in due:
+            grant = prefill._grants.get(transfer)
+            if grant is None:
+                continue
+            prefill._settle(grant, now_s)
+            if transfer in prefill._grants:
+                break
+        original(now_s)
+
+    _patch(prefill, "tick", tick)
+
+
+def wrong_heartbeat_id(core: RankCore) -> None:
+    """An acknowledgement is taken for the latest heartbeat, not for the one that it answers."""
+    for beats in (core.prefill._beats, core.decode._beats):
+
+        def match(_original: Callable[..., Any], peer: PeerName, seq: int, beats: Any = beats) -> Any:
+            beat = beats._beats.get(peer)
+            if beat is None or not beat.unacked:
+                return None
+            latest = max(beat.unacked)
+            found = beat.unacked.pop(seq, None)
+            return None if found is None else (beat.unacked.get(latest, found)[0], found[1])
+
+        _patch(beats, "_match", match)
+
+
+def failure_not_told(core: RankCore) -> None:
+    """A side that gives up does not tell the other one."""
+
+    def take(original: Callable[..., list[Action]]) -> list[Action]:
+        mute = ("Fail", "Drop", "Revoke")
+        return [a for a in original() if not (isinstance(a, Send) and type(a.message).__name__ in mute)]
+
+    _patch(core, "take_actions", take)
+
+
+def stale_registration(core: RankCore) -> None:
+    """Registrations match by request id: the one of an earlier dispatch serves the next."""
+    prefill = core.prefill
+
+    def offer(original: Callable[..., None], order: Any, now_s: float) -> None:
+        request = order.transfer.split("#")[0]
+        for transfer, grant in list(prefill._grants.items()):
+            same = transfer.split("#")[0] == request and transfer != order.transfer
+            if same and not grant.offered and order.transfer not in prefill._grants:
+                prefill._grants[order.transfer] = prefill._grants.pop(transfer)
+                grant.transfer = order.transfer
+        original(order, now_s)
+
+    _patch(prefill, "offer", offer)
+
+
+def old_incarnation(core: RankCore) -> None:
+    """Messages count whoever they are from and for, as long as engine and rank are right."""
+
+    def message(original: Callable[..., None], name: PeerName, body: Message, now_s: float) -> None:
+        engine, _, rest = name.partition("/")
+        rank = rest.rpartition("/")[2]
+        for known in core._peers:
+            if known.partition("/")[0] == engine and known.rpartition("/")[2] == rank:
+                name = known
+        original(name, msgspec.structs.replace(body, to=core._incarnation), now_s)
+
+    _patch(core, "message", message)
+
+
+def confirm_before_write(core: RankCore) -> None:
+    """Prefill says that it wrote when it begins to; decode confirms when it begins to read."""
+
+    def take(original: Callable[..., list[Action]]) -> list[Action]:
+        told: list[Action] = []
+        for action in original():
+            if isinstance(action, Post) and action.message is not None:
+                told.append(Send(action.peer, action.message))
+            told.append(action)
+        return told
+
+    _patch(core, "take_actions", take)
+
+
+def abort_releases_at_once(core: RankCore) -> None:
+    """A cancelled hand-off gives its blocks back without waiting for the peer."""
+    decode = core.decode
+
+    def cancel(original: Callable[..., None], order: Any, now_s: float) -> None:
+        original(order, now_s)
+        receive = decode._receives.get(order.transfer)
+        if receive is not None:
+            for source in receive.sources.values():
+                source.in_flight.clear()
+                source.state = type(source.state).QUIET
+            decode._look(receive, now_s)
+
+    def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
+        key = decode._posts.get(post)
+        if key is not None and post not in key[1].in_flight:
+            del decode._posts[post]
+            return True
+        return original(post, *args, **kwargs)
+
+    _patch(decode, "cancel", cancel)
+    _patch(decode, "completed", completed)
+
+
+MUTANTS: Mapping[str, Mutant] = {
+    function.__name__.replace("_", "-"): function
+    for function in (
+        free_while_writing,
+        first_failed_rank_frees,
+        completion_overwrites,
+        scan_stops_at_live,
+        wrong_heartbeat_id,
+        failure_not_told,
+        stale_registration,
+        old_incarnation,
+        confirm_before_write,
+        abort_releases_at_once,
+    )
+}

@@ -1,0 +1,197 @@
+"""What one simulated world is made of, and what goes wrong in it: plain values, all from one seed."""
+
+import random
+from dataclasses import dataclass, field
+
+from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
+
+__all__ = ["Crash", "Job", "Pause", "Scenario", "make_scenario", "settings_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request that is handed over. Times in seconds of world time."""
+
+    number: int
+    at_s: float
+    prefill: int
+    decode: int
+    num_tokens: int
+    """What prefill computes and offers."""
+    asked_tokens: int
+    """What decode wants the end to be; more than prefill has, sometimes."""
+    cached_tokens: int
+    """Decode's own prefix hit."""
+    chunks: int
+    chunk_s: float
+    """Prefill computes in so many chunks, each this long."""
+    early: bool
+    """Decode is dispatched with prefill, not after it."""
+    queue_s: float
+    """How long decode's queue holds it."""
+    withdraw_s: float | None = None
+    """Prefill aborts it so long after it came."""
+    cancel_s: float | None = None
+    """Decode aborts it so long after it was dispatched there."""
+    preempted: bool = False
+    """Prefill is preempted before the first chunk: it begins again later, in other blocks."""
+    lost_by_router: bool = False
+    """Decode is never dispatched."""
+    never_prefilled: bool = False
+    """Prefill never hears of it (push)."""
+    retries: int = 0
+    """When decode fails, it is dispatched again, under the same request id and a new transfer id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An engine dies, and starts again on the same address."""
+
+    at_s: float
+    prefill: bool
+    engine: int
+    down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """All ranks of an engine stand still for a while (SIGSTOP); what they posted goes on."""
+
+    at_s: float
+    prefill: bool
+    engine: int
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One world."""
+
+    seed: int
+    mode: TransferMode = TransferMode.PULL
+    prefill_ranks: tuple[int, ...] = (1,)
+    decode_ranks: tuple[int, ...] = (1,)
+    num_blocks: int = 40
+    jobs: tuple[Job, ...] = ()
+    crashes: tuple[Crash, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    drop: float = 0.0
+    """Of messages, the part that is lost."""
+    duplicate: float = 0.0
+    in_order: bool = True
+    long_delay: float = 0.0
+    """Of messages, the part that takes up to 3 s."""
+    fail: float = 0.0
+    """Of transfers, the part that fails half way."""
+    slow: float = 0.0
+    """The part that takes far longer than was estimated."""
+    hang: float = 0.0
+    """The part that never ends by itself."""
+    late: float = 0.0
+    """The part whose end is noticed late."""
+    drift: float = 0.0
+    """How far clocks run apart."""
+    verify: bool = False
+    owes_all: bool = True
+    """False: some rank pairs exchange nothing."""
+    ttl_s: float = 4.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def calm(self) -> bool:
+        """Nothing goes wrong but what the engines themselves do."""
+        quiet = not (self.crashes or self.pauses)
+        return quiet and not (self.drop or self.duplicate or self.long_delay) and self.in_order and self.smooth
+
+    @property
+    def smooth(self) -> bool:
+        """Transfers end as they should."""
+        return not (self.fail or self.slow or self.hang or self.late)
+
+
+def settings_of(scenario: Scenario) -> FerrySettings:
+    """The settings of every rank in this world."""
+    return FerrySettings(
+        transfer=TransferSettings(mode=scenario.mode, transport="memory", deadline_s=12.0),
+        lease=LeaseSettings(
+            ttl_s=scenario.ttl_s, renew_every_s=scenario.ttl_s / 4, drift=max(scenario.drift, 0.01), quarantine_s=1.0
+        ),
+    )
+
+
+_RANKS = (1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4)
+
+
+def _ranks(rng: random.Random) -> int:
+    return rng.randint(5, 8) if rng.random() < 0.01 else rng.choice(_RANKS)
+
+
+def _some(rng: random.Random, often: float, most: float) -> float:
+    return rng.random() ** 2 * most if rng.random() < often else 0.0
+
+
+def _job(rng: random.Random, number: int, num_prefill: int, num_decode: int, push: bool) -> Job:
+    num_tokens = rng.choice((1, 2, 3, 4, 5, 6, 8))
+    asked = num_tokens if rng.random() < 0.93 else num_tokens + 1
+    cached = 0 if rng.random() < 0.6 else rng.randint(0, asked)
+    return Job(
+        number=number,
+        at_s=rng.random() * 12.0,
+        prefill=rng.randrange(num_prefill),
+        decode=rng.randrange(num_decode),
+        num_tokens=num_tokens,
+        asked_tokens=asked,
+        cached_tokens=cached,
+        chunks=rng.choice((1, 1, 1, 2, 3)),
+        chunk_s=rng.choice((0.01, 0.1, 0.1, 0.5, 2.0)) * rng.random(),
+        early=push or rng.random() < 0.4,
+        queue_s=rng.choice((0.0, 0.01, 0.1, 0.5, 9.0)) * rng.random(),
+        withdraw_s=rng.random() * 1.5 if rng.random() < 0.08 else None,
+        cancel_s=rng.random() * 1.5 if rng.random() < 0.12 else None,
+        preempted=rng.random() < 0.06,
+        lost_by_router=rng.random() < 0.02,
+        never_prefilled=push and rng.random() < 0.03,
+        retries=rng.choice((0, 0, 1, 2)),
+    )
+
+
+def make_scenario(seed: int) -> Scenario:
+    """The world of this seed."""
+    rng = random.Random(seed)
+    push = rng.random() < 0.5
+    num_prefill, num_decode = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
+    rough = rng.random() < 0.75
+    jobs = tuple(_job(rng, n, num_prefill, num_decode, push) for n in range(rng.randint(8, 24)))
+    crashes: list[Crash] = []
+    pauses: list[Pause] = []
+    if rough:
+        for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
+            prefill = rng.random() < 0.5
+            engine = rng.randrange(num_prefill if prefill else num_decode)
+            crashes.append(Crash(rng.random() * 14.0, prefill, engine, rng.choice((0.01, 0.3, 2.0, 8.0)) * rng.random()))
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            prefill = rng.random() < 0.5
+            engine = rng.randrange(num_prefill if prefill else num_decode)
+            pauses.append(Pause(rng.random() * 14.0, prefill, engine, rng.choice((0.5, 4.0, 8.0)) * rng.random()))
+    return Scenario(
+        seed=seed,
+        mode=TransferMode.PUSH if push else TransferMode.PULL,
+        prefill_ranks=tuple(_ranks(rng) for _ in range(num_prefill)),
+        decode_ranks=tuple(_ranks(rng) for _ in range(num_decode)),
+        num_blocks=rng.choice((12, 24, 60)),
+        jobs=jobs,
+        crashes=tuple(crashes),
+        pauses=tuple(pauses),
+        drop=_some(rng, 0.3, 0.3) if rough else 0.0,
+        duplicate=_some(rng, 0.3, 0.3) if rough else 0.0,
+        in_order=not rough or rng.random() < 0.6,
+        long_delay=_some(rng, 0.3, 0.2) if rough else 0.0,
+        fail=_some(rng, 0.4, 0.4) if rough else 0.0,
+        slow=_some(rng, 0.3, 0.3) if rough else 0.0,
+        hang=_some(rng, 0.2, 0.2) if rough else 0.0,
+        late=_some(rng, 0.3, 0.3) if rough else 0.0,
+        drift=rng.choice((0.0, 0.01, 0.1)),
+        verify=rng.random() < 0.2,
+        owes_all=rng.random() < 0.8,
+        ttl_s=rng.choice((2.0, 4.0)),
+    )

@@ -1,0 +1,485 @@
+"""The event loop of one simulated world: clocks, network, transfers, crashes. The machines in it are the real ones."""
+
+import random
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from kvferry.handoff.actions import Peer, Post, Send
+from kvferry.handoff.core import RankCore
+from kvferry.handoff.orders import StepOrders
+from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.testing.simulator.engines import DecodeEngine, PrefillEngine, SimEngine
+from kvferry.testing.simulator.memory import MAX_RANKS, Transfer, Violation
+from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
+from kvferry.transport.base import Operation
+from kvferry.wire.handoff_messages import Message
+
+__all__ = ["SimRank", "World"]
+
+_MAX_EVENTS = 2_000_000
+PROMPT_S = 1.9
+"""Well before a lease ends."""
+_STASH = 64
+_WRITE_S = 0.05
+_TOKEN_S = 0.02
+"""The estimate that machines get: so much a write, and so much a token."""
+
+
+class SimRank:
+    """One rank of one incarnation: a RankCore, its clock, and the driver's part of the work."""
+
+    __slots__ = ("away", "core", "engine", "index", "last_order_s", "name", "offset_s", "paused_to_s", "rate", "stash",
+                 "tick_at_s", "world")
+
+    def __init__(self, world: "World", engine: "SimEngine", index: int) -> None:
+        self.world, self.engine, self.index = world, engine, index
+        self.name = peer_name(engine.engine, engine.incarnation, index)
+        drift = world.scenario.drift
+        self.rate = 1.0 + (world.rng.random() - 0.5) * drift * 0.99
+        self.offset_s = world.rng.random() * 1000.0
+        self.paused_to_s = 0.0
+        self.last_order_s = 0.0
+        self.tick_at_s = -1.0
+        self.stash: dict[PeerName, list[Message]] = {}
+        self.away: dict[PeerName, float] = {}
+        self.core = RankCore(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
+        world.prepare(self.core)
+
+    def now_s(self) -> float:
+        """This rank's own monotonic clock."""
+        return self.offset_s + self.world.now_s * self.rate
+
+    def do(self, function: Callable[..., None], *args: Any) -> None:
+        """An event of this rank, then all that follows from it."""
+        if self.engine.dead:
+            return
+        if self.world.now_s < self.paused_to_s:
+            self.world.at(self.paused_to_s, self.do, function, *args)
+            return
+        function(*args)
+        self._act()
+
+    def _act(self) -> None:
+        core = self.core
+        while True:
+            actions = core.take_actions()
+            if not actions:
+                break
+            for action in actions:
+                if type(action) is Send:
+                    self.world.send(self, action.peer, action.message)
+                elif type(action) is Post:
+                    self.world.post(self, action)
+                else:
+                    self.world.disconnect(self, action.peer)
+        report = core.take_report()
+        if report is not None:
+            self.engine.report(self, report)
+        due_s = core.next_deadline_s()
+        if due_s is not None:
+            at_s = max((due_s - self.offset_s) / self.rate, self.world.now_s) + 1e-6
+            if self.tick_at_s < self.world.now_s or at_s < self.tick_at_s - 1e-9:
+                self.tick_at_s = at_s
+                self.world.at(at_s, self._tick, at_s)
+
+    def _tick(self, at_s: float) -> None:
+        if at_s == self.tick_at_s:
+            self.tick_at_s = -1.0
+            self.do(self._run_tick)
+
+    def _run_tick(self) -> None:
+        self.core.tick(self.now_s())
+
+    def order(self, orders: StepOrders) -> None:
+        """What the scheduler half says: in order, at about the same time on all ranks."""
+        at_s = max(self.last_order_s, self.world.now_s + self.world.rng.random() * 0.003)
+        self.last_order_s = at_s
+        self.world.at(at_s, self.do, self._run_order, orders)
+
+    def _run_order(self, orders: StepOrders) -> None:
+        self.core.orders(orders, self.now_s())
+
+    def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+        """Introduce an engine."""
+        self.core.introduce(engine, incarnation, num_ranks, self.now_s())
+        for rank in range(num_ranks):
+            name = peer_name(engine, incarnation, rank)
+            self.away.pop(name, None)
+            for message in self.stash.pop(name, ()):
+                self.core.message(name, message, self.now_s())
+
+    def receive(self, sender: PeerName, message: Message) -> None:
+        """A message came; those of strangers wait, as transports keep them."""
+        if sender in self.core._peers:
+            self.away.pop(sender, None)
+            self.core.message(sender, message, self.now_s())
+        else:
+            kept = self.stash.setdefault(sender, [])
+            if len(kept) < _STASH:
+                kept.append(message)
+
+    def lose(self, name: PeerName) -> None:
+        """The transport notices that a peer is gone."""
+        if self.away.get(name, 0.0) < self.world.now_s:
+            self.away[name] = self.world.now_s + 1.0
+            self.core.peer_lost(name, "the transport says so", self.now_s())
+
+    def ended(self, transfer: Transfer, error: str | None, started: bool) -> None:
+        """The driver polled a completion."""
+        tokens = len(transfer.pairs)
+        self.core.completed(
+            transfer.post.post, error, self.now_s(), started=started, num_bytes=tokens, num_runs=tokens
+        )
+
+    # ---- handoff.actions.Ports
+
+    def owes(self, peer: Peer) -> bool:
+        """Some rank pairs exchange nothing in some worlds."""
+        return self.world.owes(self.engine, self.index, peer.rank)
+
+    def unit_tokens(self, peer: Peer) -> int:
+        """One token, one block."""
+        return 1
+
+    def write_s(self, peer: Peer, num_tokens: int) -> float:
+        """What a transfer takes unless it is slow."""
+        return _WRITE_S + _TOKEN_S * num_tokens
+
+    def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
+        """Of the true content."""
+        if not self.world.scenario.verify:
+            return b""
+        cells = self.engine.memory.cells[self.index]
+        blocks = tables[0].block_ids[tokens.start : tokens.stop]
+        return repr([cells[block * MAX_RANKS] for block in blocks]).encode()
+
+    def check(
+        self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
+    ) -> int:
+        """Against the true content."""
+        cells = self.engine.memory.cells[self.index]
+        blocks = tables[0].block_ids[tokens.start : tokens.stop]
+        same = repr([cells[block * MAX_RANKS + peer.rank] for block in blocks]).encode() == digest
+        return len(blocks) if same else -1
+
+
+class World:
+    """One run of one scenario. `run` raises Violation where an invariant does not hold.
+
+    `prepare` may change a core that was just made: mutants do. `trace` collects lines when it is a list.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        prepare: Callable[[RankCore], None] = lambda core: None,
+        trace: list[str] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.settings = settings_of(scenario)
+        self.prepare = prepare
+        self.trace = trace
+        self.rng = random.Random(scenario.seed ^ 0x5EED)
+        self.now_s = 0.0
+        self.num_events = 0
+        self.num_handoffs = 0
+        self.num_landed = 0
+        self.calm_phase = scenario.calm
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+        self.slots: dict[EngineId, SimEngine] = {}
+        self.prefills = [EngineId(f"p{i}") for i in range(len(scenario.prefill_ranks))]
+        self.decodes = [EngineId(f"d{i}") for i in range(len(scenario.decode_ranks))]
+        self.active: dict[TransferId, set[Transfer]] = {}
+        self._last_s: dict[tuple[PeerName, PeerName], float] = {}
+        self._starts = 0
+        self.tags: dict[TransferId, int] = {}
+        self._next_tag = 0
+
+    # ---- events
+
+    def at(self, at_s: float, function: Callable[..., None], *args: Any) -> None:
+        """Call it then."""
+        self._count += 1
+        heappush(self._heap, (at_s, self._count, function, args))
+
+    def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        """Call it so much later."""
+        self.at(self.now_s + seconds, function, *args)
+
+    def say(self, line: str, *args: object) -> None:
+        """A line of the trace."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now_s:9.4f}  " + (line % args if args else line))
+
+    def run(self) -> None:
+        """Everything of the scenario, then a calm hand-off between each pair, then silence and the final checks."""
+        scenario = self.scenario
+        for name, ranks in zip(self.prefills, scenario.prefill_ranks, strict=True):
+            self.start_engine(name, True, ranks)
+        for name, ranks in zip(self.decodes, scenario.decode_ranks, strict=True):
+            self.start_engine(name, False, ranks)
+        for job in scenario.jobs:
+            self.at(0.5 + job.at_s, self.dispatch, job)
+        for crash in scenario.crashes:
+            name = (self.prefills if crash.prefill else self.decodes)[crash.engine]
+            self.at(0.6 + crash.at_s, self.crash, name, crash.down_s)
+        for pause in scenario.pauses:
+            name = (self.prefills if pause.prefill else self.decodes)[pause.engine]
+            self.at(0.6 + pause.at_s, self.pause, name, pause.for_s)
+        self._drain()
+        self._check_silence()
+        self._calm_round()
+        self._drain()
+        self._check_silence()
+
+    def _drain(self) -> None:
+        heap = self._heap
+        while heap:
+            self.now_s, _, function, args = heappop(heap)
+            self.num_events += 1
+            function(*args)
+            if self.num_events > _MAX_EVENTS:
+                raise Violation("I3", "events without end")
+
+    def _calm_round(self) -> None:
+        """New hand-offs work after whatever happened (I6)."""
+        self.calm_phase = True
+        number = 1_000_000
+        self.now_s += 1.0
+        for prefill in range(len(self.prefills)):
+            for decode in range(len(self.decodes)):
+                number += 1
+                push = self.scenario.mode.value == "push"
+                job = Job(number, self.now_s, prefill, decode, 3, 3, 0, 2, 0.05, push, 0.05)
+                self.after(0.1 * (number % 100), self.dispatch, job, True)
+
+    def _check_silence(self) -> None:
+        """Nothing is under way any more: nothing may be left (I3, I5)."""
+        for engine in self.slots.values():
+            engine.check_silence()
+        if any(self.active.values()):
+            raise Violation("I3", "a transfer never ended")
+
+    # ---- engines
+
+    def start_engine(self, name: EngineId, prefill: bool, num_ranks: int) -> None:
+        """A new incarnation; it and all others on the other side get to know each other."""
+        self._starts += 1
+        kind = PrefillEngine if prefill else DecodeEngine
+        engine = self.slots[name] = kind(self, name, Incarnation(f"{name}.{self._starts}"), num_ranks)
+        self.say("start %s ranks=%d", engine.incarnation, num_ranks)
+        for other in list(self.slots.values()):
+            if other.prefill is not prefill and not other.dead:
+                self.after(self.rng.random() * 0.3, engine.introduce, other)
+                self.after(self.rng.random() * 0.3, other.introduce, engine)
+
+    def crash(self, name: EngineId, down_s: float) -> None:
+        """It dies at once. Writes that it posted may go on for less than the quarantine; its reads end."""
+        engine = self.slots[name]
+        if engine.dead:
+            return
+        self.say("crash %s", engine.incarnation)
+        engine.dead = True
+        for transfers in list(self.active.values()):
+            for transfer in list(transfers):
+                if transfer.rank.engine is engine:
+                    if transfer.post.operation is Operation.READ:
+                        self._finish(transfer, "the reader died")
+                    else:
+                        self.after(self._linger_s(), self._finish, transfer, "the writer died")
+                elif transfer.peer is engine:
+                    self.after(self.rng.random() * 0.05, self._finish, transfer, "the peer died")
+        self.after(down_s, self.start_engine, name, engine.prefill, engine.num_ranks)
+
+    def pause(self, name: EngineId, for_s: float) -> None:
+        """All its ranks stand still."""
+        engine = self.slots[name]
+        self.say("pause %s for %.3f s", engine.incarnation, for_s)
+        for rank in engine.ranks:
+            rank.paused_to_s = max(rank.paused_to_s, self.now_s + for_s)
+
+    def dispatch(self, job: Job, must_land: bool = False, attempt: int = 0) -> None:
+        """The router: to prefill, and to decode at once or when prefill has finished."""
+        self.num_handoffs += 1
+        transfer = TransferId(f"r{job.number}#{attempt}")
+        prefill = self.slots[self.prefills[job.prefill]]
+        decode = self.slots[self.decodes[job.decode]]
+        self.say("dispatch %s to %s and %s", transfer, prefill.incarnation, decode.incarnation)
+        assert isinstance(prefill, PrefillEngine) and isinstance(decode, DecodeEngine)
+        if job.early or job.lost_by_router:
+            finished: Callable[[], None] = lambda: None
+        else:
+            finished = lambda: self.after(0.002, self._to_decode, job, transfer, prefill.incarnation, must_land, attempt)  # noqa: E731
+        if not prefill.dead and not job.never_prefilled:
+            prefill.take(job, transfer, finished)
+        if job.early and not job.lost_by_router:
+            self._to_decode(job, transfer, prefill.incarnation, must_land, attempt)
+
+    def _to_decode(
+        self, job: Job, transfer: TransferId, incarnation: Incarnation, must_land: bool, attempt: int
+    ) -> None:
+        decode = self.slots[self.decodes[job.decode]]
+        if not decode.dead and isinstance(decode, DecodeEngine):
+            decode.take(job, transfer, self.prefills[job.prefill], incarnation, must_land, attempt)
+
+    def owes(self, engine: "SimEngine", ours: int, theirs: int) -> bool:
+        """Is there a byte between these ranks?"""
+        if self.scenario.owes_all:
+            return True
+        prefill, decode = (ours, theirs) if engine.prefill else (theirs, ours)
+        return prefill == 0 or (prefill + decode) % 2 == 0
+
+    def num_prefill_ranks(self, name: EngineId) -> int:
+        """Restarts don't change it."""
+        return self.slots[name].num_ranks
+
+    def next_tag(self, transfer: TransferId, num_tokens: int, *, local: bool = False) -> int:
+        """A tag for each token of what is computed now; it is what decode must find, unless it is decode's own."""
+        first = self._next_tag
+        self._next_tag += num_tokens
+        if not local:
+            self.tags[transfer] = first
+        return first
+
+    def check_prompt(self, engine: SimEngine, transfer: TransferId, since_s: float | None, what: str) -> None:
+        """I3: where nothing goes wrong, an end is told, and nobody has to wait for a lease."""
+        if since_s is not None and self.scenario.calm and self.now_s - since_s > PROMPT_S:
+            raise Violation("I3", f"{engine.incarnation}: {transfer}, {what}, freed after {self.now_s - since_s:.2f} s")
+
+    def forgiven(self, rank: SimRank, wanted_s: float | None) -> bool:
+        """A read may outlast the report only where its time was over: past the deadline, or past the grace."""
+        return not self.scenario.smooth
+
+    # ---- network
+
+    def send(self, rank: SimRank, peer: Peer, message: Message) -> None:
+        """A control message: it may be lost, come late, twice or out of order, or to another incarnation."""
+        rng, scenario = self.rng, self.scenario
+        if self.trace is not None:
+            self.say("%s -> %s %s", rank.name, peer.name, _short(message))
+        if self.now_s < rank.away.get(peer.name, 0.0):
+            return
+        target = self.slots[peer.engine]
+        if target.dead or target.incarnation != peer.incarnation:
+            if rng.random() < 0.5:
+                self.after(0.001, rank.do, rank.lose, peer.name)
+            if target.dead or rng.random() < 0.3:
+                return
+        if not self.calm_phase and rng.random() < scenario.drop:
+            self.say("   lost")
+            return
+        self._deliver_later(rank, target, peer, message)
+        if not self.calm_phase and scenario.duplicate and rng.random() < scenario.duplicate:
+            self._deliver_later(rank, target, peer, message)
+
+    def _deliver_later(self, rank: SimRank, target: SimEngine, peer: Peer, message: Message) -> None:
+        rng, scenario = self.rng, self.scenario
+        at_s = self.now_s + 0.0005 + rng.random() * 0.004
+        if not self.calm_phase and scenario.long_delay and rng.random() < scenario.long_delay:
+            at_s += rng.random() * 3.0
+        if self.calm_phase or scenario.in_order:
+            lane = (rank.name, peer.name)
+            at_s = max(at_s, self._last_s.get(lane, 0.0))
+            self._last_s[lane] = at_s
+        # By address: a process that restarted there gets what was meant for the one before.
+        self.at(at_s, self._arrive, rank.name, peer, target, message)
+
+    def _arrive(self, sender: PeerName, peer: Peer, target: SimEngine, message: Message) -> None:
+        engine = self.slots[target.engine]
+        if engine.dead or peer.rank >= engine.num_ranks:
+            return
+        rank = engine.ranks[peer.rank]
+        rank.do(rank.receive, sender, message)
+
+    def disconnect(self, rank: SimRank, peer: Peer) -> None:
+        """What is in flight with the peer ends, in less than the quarantine."""
+        self.say("%s disconnects %s", rank.name, peer.name)
+        for transfers in list(self.active.values()):
+            for transfer in list(transfers):
+                if transfer.rank is rank and transfer.post.peer == peer:
+                    self.after(self._linger_s(), self._finish, transfer, "disconnected")
+
+    def _linger_s(self) -> float:
+        return self.rng.random() * 0.7 * self.settings.lease.quarantine_s
+
+    # ---- transfers
+
+    def post(self, rank: SimRank, post: Post) -> None:
+        """The driver takes the post up a moment later; too late is not at all."""
+        self.after(self.rng.random() * 0.004, rank.do, self._start, rank, post)
+
+    def _start(self, rank: SimRank, post: Post) -> None:
+        rng, scenario = self.rng, self.scenario
+        peer = self.slots[post.peer.engine]
+        reading = post.operation is Operation.READ
+        source, target = (post.remote, post.local) if reading else (post.local, post.remote)
+        pairs = [
+            (source[0].block_ids[token - source[0].first_token], target[0].block_ids[token - target[0].first_token])
+            for token in range(post.tokens.start, post.tokens.stop)
+        ]
+        transfer = Transfer(rank, post, peer, pairs)
+        if rank.now_s() > post.not_after_s:
+            self.say("%s too late for %s %s", rank.name, post.operation, post.transfer)
+            rank.do(rank.ended, transfer, None, False)
+            return
+        if peer.dead or peer.incarnation != post.peer.incarnation or self.now_s < rank.away.get(post.peer.name, 0.0):
+            rank.do(rank.ended, transfer, "the peer is gone", True)
+            rank.do(rank.lose, post.peer.name)
+            return
+        self.say("%s %s %s tokens=[%d,%d) of %s", rank.name, post.operation, post.transfer, post.tokens.start,
+                 post.tokens.stop, post.peer.name)
+        self.active.setdefault(post.transfer, set()).add(transfer)
+        takes_s = (0.01 + rng.random() * 0.04) + _TOKEN_S * len(pairs) * rng.random()
+        error = None
+        if not self.calm_phase:
+            if scenario.slow and rng.random() < scenario.slow:
+                takes_s += rng.random() * 2.0 * scenario.ttl_s
+            if scenario.fail and rng.random() < scenario.fail:
+                error = "a fault"
+            if scenario.hang and rng.random() < scenario.hang:
+                self.after(takes_s * rng.random(), self._copy_half, transfer)
+                return
+        if len(pairs) > 1:
+            self.after(takes_s * rng.random(), self._copy_half, transfer)
+        self.after(takes_s, self._finish, transfer, error)
+
+    def _can_copy(self, transfer: Transfer) -> bool:
+        if transfer.over or transfer.peer.dead:
+            return False
+        return not (transfer.rank.engine.dead and transfer.post.operation is Operation.READ)
+
+    def _copy_half(self, transfer: Transfer) -> None:
+        if self._can_copy(transfer):
+            half = len(transfer.pairs) // 2
+            transfer.copy(transfer.pairs[:half])
+
+    def _finish(self, transfer: Transfer, error: str | None) -> None:
+        """The last byte, or the end without it; then the message, and the completion that the driver polls."""
+        if transfer.over:
+            return
+        post, rank = transfer.post, transfer.rank
+        if self._can_copy(transfer):
+            # One that fails has moved some of it, anywhere: nobody may rely on all or nothing.
+            upto = len(transfer.pairs) if error is None else self.rng.randint(0, len(transfer.pairs))
+            transfer.copy(transfer.pairs[:upto])
+        elif error is None:
+            error = "the peer died"
+        transfer.over = True
+        self.active[post.transfer].discard(transfer)
+        if not self.active[post.transfer]:
+            del self.active[post.transfer]
+        if error is None and post.message is not None and not rank.engine.dead:
+            self.send(rank, post.peer, post.message)
+        delay_s = self.rng.random() * 0.003
+        if not self.calm_phase and self.scenario.late and self.rng.random() < self.scenario.late:
+            delay_s += self.rng.random() * 1.5 * self.scenario.ttl_s
+        self.after(delay_s, rank.do, rank.ended, transfer, error, True)
+
+
+def _short(message: Message) -> str:
+    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "to"}
+    return f"{type(message).__name__} " + " ".join(f"{name}={value!r}" for name, value in fields.items() if value)
