@@ -677,14 +677,22 @@ class DecodeMachine:
             self._drop(receive.want.transfer, source.peer, receive.failed or "")
             self._beats.remove(source.peer, receive.want.transfer)
             return _NEVER
-        safe_s = source.heard_s + self._lease.ttl_s + self._lease.quarantine_s
+        ends_s = source.heard_s + self._lease.ttl_s
+        safe_s = ends_s + self._lease.quarantine_s
         if now_s >= safe_s:
-            self.num_expired += 1
             source.state = _State.QUIET
             return _NEVER
+        if now_s >= ends_s:
+            # It has not answered, and may stand still with a write in flight: our end of the connection goes, where
+            # the wire allows that, and the quarantine is the time that this takes.
+            if not source.cut_off:
+                source.cut_off = True
+                self.num_expired += 1
+                self.actions.append(Disconnect(source.peer))
+            return safe_s
         if now_s >= source.asked_s + self._lease.renew_every_s:
             self._revoke(receive, source, now_s)
-        return min(safe_s, source.asked_s + self._lease.renew_every_s)
+        return min(ends_s, source.asked_s + self._lease.renew_every_s)
 
     def _arrived(self, receive: _Receive) -> TokenRange:
         """What of a failed hand-off is here from every prefill rank."""

@@ -25,7 +25,7 @@ __all__ = ["SAMPLE_CELLS", "CacheMemory", "DramMemory", "cell_digest", "compare"
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_CELLS = 32
+SAMPLE_CELLS = 8
 """Cells a prefill rank and hand-off with `--verify sample`."""
 _MAX_TOLD = 4096
 """More cells than this are told as one hash of all."""

@@ -193,7 +193,8 @@ class World:
         self.slots: dict[EngineId, SimEngine] = {}
         self.prefills = [EngineId(f"p{i}") for i in range(len(scenario.prefill_ranks))]
         self.decodes = [EngineId(f"d{i}") for i in range(len(scenario.decode_ranks))]
-        self.active: dict[TransferId, set[Transfer]] = {}
+        self.active: dict[TransferId, dict[Transfer, None]] = {}
+        # A dict, not a set: the order must be that of the seed, not of addresses.
         self._last_s: dict[tuple[PeerName, PeerName], float] = {}
         self._starts = 0
         self.tags: dict[TransferId, int] = {}
@@ -232,6 +233,8 @@ class World:
             self.at(0.6 + pause.at_s, self.pause, name, pause.for_s)
         self._drain()
         self._check_silence()
+        standing = [rank.paused_to_s for engine in self.slots.values() for rank in engine.ranks]
+        self.now_s = max([self.now_s, *standing])
         self._calm_round()
         self._drain()
         self._check_silence()
@@ -396,11 +399,12 @@ class World:
         rank.do(rank.receive, sender, message)
 
     def disconnect(self, rank: SimRank, peer: Peer) -> None:
-        """What is in flight with the peer ends, in less than the quarantine."""
+        """What is in flight with the peer, either way, ends in less than the quarantine."""
         self.say("%s disconnects %s", rank.name, peer.name)
         for transfers in list(self.active.values()):
             for transfer in list(transfers):
-                if transfer.rank is rank and transfer.post.peer == peer:
+                ours = transfer.rank is rank and transfer.post.peer == peer
+                if ours or (transfer.rank.name == peer.name and transfer.post.peer.name == rank.name):
                     self.after(self._linger_s(), self._finish, transfer, "disconnected")
 
     def _linger_s(self) -> float:
@@ -432,7 +436,7 @@ class World:
             return
         self.say("%s %s %s tokens=[%d,%d) of %s", rank.name, post.operation, post.transfer, post.tokens.start,
                  post.tokens.stop, post.peer.name)
-        self.active.setdefault(post.transfer, set()).add(transfer)
+        self.active.setdefault(post.transfer, {})[transfer] = None
         takes_s = (0.01 + rng.random() * 0.04) + _TOKEN_S * len(pairs) * rng.random()
         error = None
         if not self.calm_phase:
@@ -469,7 +473,7 @@ class World:
         elif error is None:
             error = "the peer died"
         transfer.over = True
-        self.active[post.transfer].discard(transfer)
+        del self.active[post.transfer][transfer]
         if not self.active[post.transfer]:
             del self.active[post.transfer]
         if error is None and post.message is not None and not rank.engine.dead:
