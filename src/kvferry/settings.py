@@ -134,6 +134,9 @@ class SideChannelSettings:
     max_handshakes_per_s: float = 200.0
     """More handshakes than this in a second, from one address, are refused."""
 
+    protocol_max: int | None = None
+    """Speak no newer protocol version than this, as an older release does; None: the newest that there is."""
+
     def __post_init__(self) -> None:
         _check("side_channel.port", self.port, 0, 65535)
         _check("side_channel.timeout_s", self.timeout_s, 0.01)

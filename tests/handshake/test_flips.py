@@ -1,19 +1,17 @@
 """Each fact, flipped alone: the verdict names it, both values and a remedy, the same on both sides. R1, R2, R10."""
 
-from collections.abc import Mapping
+import argparse
 from dataclasses import fields
 
 import pytest
 
+from kvferry.cli import serve
 from kvferry.handshake.engine import EngineDescription, SpeculationFacts
 from kvferry.handshake.spec import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role, TransferMode
 from tests.handshake.examples import ENGINE, decode_facts, eagle, facts
-
-NO_PRINT: Mapping[str, object] = {"fingerprint": None}
-NO_DRAFT_PRINT: Mapping[str, object] = {}
 
 FLIPS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     # fact: (changes on prefill, changes on decode)
@@ -153,9 +151,27 @@ def test_decode_is_told_to_follow_prefill() -> None:  # R10
 
 
 def test_the_side_without_a_drafter_is_told_to_take_one() -> None:  # R3 R10
-    answer = verdict(facts(speculation=None), decode_facts())
+    answer = verdict(facts(speculation=None, engine="vllm"), decode_facts(engine="vllm"))
     assert [row.fact for row in answer.rows] == ["speculation.method"]
-    assert answer.rows[0].remedy("p0", "d0") == "on p0: kvferry serve --spec-method eagle3"
+    assert answer.rows[0].remedy("p0", "d0") == """on p0: --speculative-config '{"method": "eagle3", ...}'"""
+
+
+def test_a_side_that_cannot_be_changed_is_not_told_to() -> None:  # R10
+    answer = verdict(facts(speculation=None), decode_facts(engine="vllm"))
+    row = next(row for row in answer.rows if row.fact == "speculation.method")
+    assert row.remedy("p0", "d0") == (
+        """on d0: take --speculative-config '{"method": "...", ...}' away, as the other side has none"""
+    )
+
+
+def test_every_remedy_for_kvferry_serve_can_be_typed() -> None:  # R10
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    for spec in FACTS.values():
+        text = spec.settings.get("mini", "")
+        assert {word for word in text.split() if word.startswith("--")} <= known, f"{spec.name}: {text}"
+        assert spec.settings.get("vllm", spec.settings.get("")), spec.name
 
 
 def test_the_older_side_is_told_to_upgrade() -> None:  # R10

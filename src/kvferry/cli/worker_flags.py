@@ -71,6 +71,7 @@ FLAGS = (
     Flag("side-channel-port", SideChannelSettings, "port", int),
     Flag("handshake-timeout", SideChannelSettings, "timeout_s", float),
     Flag("key-file", SideChannelSettings, "key_file", str),
+    Flag("protocol-max", SideChannelSettings, "protocol_max", int),
 )
 
 

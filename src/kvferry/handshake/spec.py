@@ -7,7 +7,7 @@ from enum import StrEnum
 from kvferry.handshake.engine import EngineDescription
 from kvferry.handshake.values import FactValue
 
-__all__ = ["Change", "FactKind", "FactSpec", "Read", "flag"]
+__all__ = ["NO_SETTING", "Change", "FactKind", "FactSpec", "Read", "flag"]
 
 
 class FactKind(StrEnum):
@@ -59,6 +59,10 @@ class FactSpec:
     """The two values must complete each other, and are left out of the digest: the role."""
 
 
+NO_SETTING = "kvferry serve has no setting for it: change it on the other side"
+"""What a side is told that cannot be changed; the verdict then names the other side."""
+
+
 def flag(mini: str, vllm: str, other: str = "") -> dict[str, str]:
-    """Settings for the embedded engine, for vLLM, and for any other (by default vLLM's words)."""
-    return {"mini": f"kvferry serve {mini}", "vllm": vllm, "": other or vllm}
+    """Settings for the embedded engine ("": it has none), for vLLM, and for any other (by default vLLM's words)."""
+    return {"mini": f"kvferry serve {mini}" if mini else NO_SETTING, "vllm": vllm, "": other or vllm}

@@ -14,7 +14,7 @@ from kvferry.handshake.values import config_text, dtype_name, run_length, short_
 __all__ = ["FACTS"]
 
 _MUST, _BRIDGED, _INFO = FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.INFORMATIVE
-_MODEL = {"mini": "kvferry serve --model {model}", "": "--model {model}"}
+_MODEL = {"mini": "kvferry serve {model}", "": "--model {model}"}
 
 
 def _groups(engine: EngineDescription) -> str | None:
@@ -54,7 +54,7 @@ _ROWS = (
         meaning="pull: decode reads; push: prefill writes",
         why="each side would wait for the other to move the bytes",
         settings=flag(
-            "--mode {value}", '--kv-transfer-config \'{"kv_connector_extra_config": {"mode": "{value}"}}\''
+            "--transfer-mode {value}", '--kv-transfer-config \'{"kv_connector_extra_config": {"mode": "{value}"}}\''
         ),
         strict=True,
         rules="R13",
@@ -116,7 +116,7 @@ _ROWS = (
         read=lambda e: revision(e.revision),
         meaning="the revision of the model on the hub; `main` and none are one",
         why="stands in for the fingerprint where there is none",
-        settings=flag("--revision {value}", "--revision {value}"),
+        settings=flag("", "--revision {value}"),
         settled_by="model.fingerprint",
     ),
     FactSpec(
@@ -125,7 +125,7 @@ _ROWS = (
         read=lambda e: e.tokenizer,
         meaning="a fingerprint of tokenizer and chat template",
         why="the same text would become other tokens on the other side",
-        settings=flag("--model {model}", "--tokenizer DIR --chat-template FILE, the same files on both sides"),
+        settings=flag("{model}", "--tokenizer DIR --chat-template FILE, the same files on both sides"),
     ),
     FactSpec(
         name="model.quantization",
@@ -133,7 +133,7 @@ _ROWS = (
         read=lambda e: e.quantization.lower() if e.quantization else None,
         meaning="how the weights are quantised when the model is loaded",
         why="tokens would differ from those of either engine alone",
-        settings=flag("--quantization {value}", "--quantization {value}"),
+        settings=flag("", "--quantization {value}"),
     ),
     FactSpec(
         name="model.dtype",
@@ -189,7 +189,7 @@ _ROWS = (
         read=lambda e: config_text(e.rope),
         meaning="parameters of the rotary embedding, with every override",
         why="keys are rotated by these angles: other angles, other attention, and no error",
-        settings=flag("--rope '{value}'", "--hf-overrides '{\"rope_parameters\": {value}}'"),
+        settings=flag("", "--hf-overrides '{\"rope_parameters\": {value}}'"),
     ),
     FactSpec(
         name="model.window_tokens",
@@ -197,7 +197,7 @@ _ROWS = (
         read=lambda e: e.window_tokens,
         meaning="tokens that a sliding-window layer sees",
         why="decode would attend to tokens that prefill did not, or keep blocks that were never filled",
-        settings=flag("--model {model}", "--hf-overrides '{\"sliding_window\": {value}}'"),
+        settings=flag("{model}", "--hf-overrides '{\"sliding_window\": {value}}'"),
     ),
     FactSpec(
         name="model.max_context_tokens",
@@ -213,7 +213,7 @@ _ROWS = (
         read=kv_dtype,
         meaning="the cache's effective dtype; `auto` is the model's, `fp8` is `fp8_e4m3`",
         why=GARBAGE,
-        settings=flag("--kv-dtype {value}", "--kv-cache-dtype {value}"),
+        settings=flag("--dtype {value}", "--kv-cache-dtype {value}"),
         strict=True,
         rules="R2 R6",
     ),
@@ -223,7 +223,7 @@ _ROWS = (
         read=lambda e: e.kv_scales,
         meaning="which scales quantised KV is stored with",
         why="values would come back multiplied by the wrong scale",
-        settings=flag("--model {model}", "the same KV scales in the checkpoint, or the same --calculate-kv-scales"),
+        settings=flag("{model}", "the same KV scales in the checkpoint, or the same --calculate-kv-scales"),
     ),
     FactSpec(
         name="kv.packings",
@@ -239,7 +239,7 @@ _ROWS = (
         read=lambda e: tuple(sorted(_state_dtype(text) for text in e.state_dtypes)) or None,
         meaning="dtypes of recurrent states",
         why="a state would be read as other numbers",
-        settings=flag("--state-dtype {value}", "--mamba-cache-dtype / --mamba-ssm-cache-dtype for {value}"),
+        settings=flag("", "--mamba-cache-dtype / --mamba-ssm-cache-dtype for {value}"),
     ),
     FactSpec(
         name="kv.layout",
@@ -247,7 +247,7 @@ _ROWS = (
         read=lambda e: e.kv_layout,
         meaning="order of tokens and heads in a block (NHD, HND)",
         why="the planner follows the strides; cutting across them makes more, shorter runs",
-        settings=flag("--kv-layout {value}", "VLLM_KV_CACHE_LAYOUT={value}"),
+        settings=flag("", "VLLM_KV_CACHE_LAYOUT={value}"),
         rules="R22",
     ),
     FactSpec(
@@ -266,7 +266,7 @@ _ROWS = (
         meaning="whether a block of all layers is one stretch of memory",
         why="layers have names and strides; runs are as long as the more scattered side's",
         settings=flag(
-            "--cross-layer-blocks {value}",
+            "",
             '--kv-transfer-config \'{"kv_connector_extra_config": {"enable_cross_layers_blocks": {value}}}\'',
         ),
         strict=True,
@@ -278,7 +278,7 @@ _ROWS = (
         read=lambda e: e.hma,
         meaning="hybrid memory allocator on or off",
         why="a window layer without it keeps more blocks than are handed over: only the window is moved",
-        settings=flag("--hma {value}", "--no-disable-hybrid-kv-cache-manager or --disable-hybrid-kv-cache-manager"),
+        settings=flag("", "--no-disable-hybrid-kv-cache-manager or --disable-hybrid-kv-cache-manager"),
         strict=True,
         rules="R2 R22",
     ),
@@ -297,7 +297,7 @@ _ROWS = (
         read=lambda e: e.attention_backend.upper(),
         meaning="the attention backend, by effective choice",
         why="its effect on the bytes is the layout, which is paired per layer",
-        settings=flag("--attention-backend {value}", "--attention-backend {value}"),
+        settings=flag("", "--attention-backend {value}"),
         strict=True,
         rules="R2 R22",
     ),
@@ -307,7 +307,7 @@ _ROWS = (
         read=lambda e: e.tp,
         meaning="tensor-parallel ranks",
         why="each rank reads its heads from the ranks that have them",
-        settings=flag("--tp {value}", "--tensor-parallel-size {value}"),
+        settings=flag("", "--tensor-parallel-size {value}"),
         rules="R22 R23",
     ),
     FactSpec(
@@ -316,7 +316,7 @@ _ROWS = (
         read=lambda e: e.pp,
         meaning="pipeline-parallel ranks",
         why="each rank reads its layers, by name, from the ranks that have them",
-        settings=flag("--pp {value}", "--pipeline-parallel-size {value}"),
+        settings=flag("", "--pipeline-parallel-size {value}"),
         rules="R22 R23",
     ),
     FactSpec(
@@ -325,7 +325,7 @@ _ROWS = (
         read=lambda e: e.cp,
         meaning="context-parallel ranks",
         why="tokens are dealt out in runs; each is read from the rank that has it",
-        settings=flag("--cp {value}", "--decode-context-parallel-size {value}"),
+        settings=flag("", "--decode-context-parallel-size {value}"),
         rules="R22",
     ),
 )

@@ -44,11 +44,11 @@ def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
     return effective_dtype(override, model_dtype(engine), "draft_kv_dtype")
 
 
-_SPEC_CONFIG = '--speculative-config \'{"{key}": "{value}", ...}\''
+_SPEC_CONFIG = "--speculative-config '{\"<key>\": \"{value}\", ...}'"
 
 
-def _speculative(mini: str, key: str) -> dict[str, str]:
-    return flag(mini + " {value}", _SPEC_CONFIG.replace("<key>", key))
+def _speculative(key: str) -> dict[str, str]:
+    return flag("", _SPEC_CONFIG.replace("<key>", key))
 
 
 SPECULATION = (
@@ -58,7 +58,7 @@ SPECULATION = (
         read=_method,
         meaning="a method whose drafter reads hidden states or keeps KV of its own; ngram and suffix do neither",
         why="the drafter's cache would be empty or another drafter's: drafts are rejected, or layers are missing",
-        settings=_speculative("--spec-method", "method"),
+        settings=_speculative("method"),
         change=Change.ABSENT,
         strict=True,
         rules="R3 R4 R7",
@@ -69,7 +69,7 @@ SPECULATION = (
         read=_stateless,
         meaning="ngram or suffix: drafts from the text alone",
         why="there is nothing to hand over, so one side may have it and the other not",
-        settings=_speculative("--spec-method", "method"),
+        settings=_speculative("method"),
         rules="R3 R7",
     ),
     FactSpec(
@@ -78,7 +78,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.draft_fingerprint),
         meaning="what the draft model is: its config and weights",
         why="the drafter's cache would be another drafter's",
-        settings=_speculative("--draft-model", "model"),
+        settings=_speculative("model"),
         part_of="speculation.method",
     ),
     FactSpec(
@@ -87,7 +87,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.draft_model),
         meaning="how the operator named the draft model",
         why="stands in for the draft's fingerprint where there is none",
-        settings=_speculative("--draft-model", "model"),
+        settings=_speculative("model"),
         part_of="speculation.method",
         settled_by="speculation.draft_fingerprint",
         strict=True,
@@ -99,7 +99,7 @@ SPECULATION = (
         read=_draft(lambda s, e: revision(s.draft_revision)),
         meaning="the draft's revision; `main` and none are one",
         why="the drafter's cache would be another drafter's",
-        settings=_speculative("--draft-revision", "revision"),
+        settings=_speculative("revision"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -110,7 +110,7 @@ SPECULATION = (
         read=_draft(lambda s, e: revision(s.draft_code_revision)),
         meaning="the revision of the draft's code",
         why="other code may compute other KV from the same weights",
-        settings=_speculative("--draft-code-revision", "code_revision"),
+        settings=_speculative("code_revision"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -121,7 +121,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.parallel_drafting),
         meaning="whether all draft tokens come from one pass",
         why="the drafter's cache holds other positions",
-        settings=flag("--parallel-drafting {value}", "--speculative-config '{\"parallel_drafting\": {value}, ...}'"),
+        settings=flag("", "--speculative-config '{\"parallel_drafting\": {value}, ...}'"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -132,7 +132,7 @@ SPECULATION = (
         read=_draft(_draft_kv_dtype),
         meaning="the draft cache's effective dtype: the override, else the target's KV dtype",
         why=GARBAGE,
-        settings=_speculative("--draft-kv-dtype", "kv_cache_dtype"),
+        settings=_speculative("kv_cache_dtype"),
         part_of="speculation.method",
         strict=True,
         rules="R4 R6",
@@ -144,7 +144,6 @@ SPECULATION = (
         meaning="ids of the layers whose hidden states the draft reads, in order",
         why="the drafter's cache was computed from other hidden states",
         settings={
-            "mini": "kvferry serve --aux-layers {value}",
             "": "eagle_aux_hidden_state_layer_ids={value} in the draft's config.json",
         },
         part_of="speculation.method",
@@ -157,7 +156,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.num_layers),
         meaning="layers or modules of the draft that keep KV",
         why="decode would need layers that prefill has not computed",
-        settings=_speculative("--draft-model", "model"),
+        settings=_speculative("model"),
         part_of="speculation.method",
     ),
     FactSpec(
@@ -166,7 +165,7 @@ SPECULATION = (
         read=lambda e: e.speculation.num_tokens if e.speculation else None,
         meaning="draft depth",
         why="prefill states the exact range that it computed, and decode computes the rest",
-        settings=_speculative("--num-speculative-tokens", "num_speculative_tokens"),
+        settings=_speculative("num_speculative_tokens"),
         part_of="speculation.method",
         rules="R5",
     ),
@@ -176,7 +175,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.attention_backend.upper() if s.attention_backend else None),
         meaning="the draft's attention backend",
         why="its only effect on a transfer is layout, which is paired per layer",
-        settings=_speculative("--draft-attention-backend", "attention_backend"),
+        settings=_speculative("attention_backend"),
         part_of="speculation.method",
         rules="R5",
     ),

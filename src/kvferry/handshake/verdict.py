@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.spec import Change, FactKind, FactSpec
+from kvferry.handshake.spec import NO_SETTING, Change, FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
@@ -193,9 +193,11 @@ def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -
     why = spec.why
     if kind is FactKind.MUST_MATCH and spec.kind is not FactKind.MUST_MATCH:
         why = "strict mode compares it; without strict mode it is bridged"
-    return Row(
-        name, kind, value_a, value_b, _change(spec.change, name, a, b), _mend(spec, a, b), _mend(spec, b, a), why
-    )
+    mend_a, mend_b = _mend(spec, a, b), _mend(spec, b, a)
+    change = _change(spec.change, name, a, b)
+    if (mend_a == NO_SETTING) != (mend_b == NO_SETTING):
+        change = Side.B if mend_a == NO_SETTING else Side.A
+    return Row(name, kind, value_a, value_b, change, mend_a, mend_b, why)
 
 
 def _change(change: Change, name: str, a: Facts, b: Facts) -> Side:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 
-__all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_protocol"]
+__all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_protocol", "protocol_range"]
 
 HISTORY: dict[int, str] = {
     1: "payload: ranks are maps with a transport name each; no capabilities are told",
@@ -36,6 +36,11 @@ class ProtocolRange:
                 f"protocol versions {self.oldest!r} to {self.newest!r} were asked for; this kvferry speaks "
                 f"{PROTOCOL_MIN} to {PROTOCOL_MAX}: set side_channel.protocol_max between them, or leave it out"
             )
+
+
+def protocol_range(newest: int | None) -> ProtocolRange:
+    """All that we speak, up to `newest` (side_channel.protocol_max; None: the newest that there is)."""
+    return ProtocolRange() if newest is None else ProtocolRange(min(PROTOCOL_MIN, newest), newest)
 
 
 def common_protocol(ours: ProtocolRange, their_oldest: int, their_newest: int) -> int | None:

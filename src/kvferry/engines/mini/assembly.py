@@ -9,6 +9,7 @@ import logging
 import secrets
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from kvferry import __version__
 from kvferry.connector.rendezvous import Rendezvous
@@ -17,6 +18,7 @@ from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.loading import LoadedModel
+from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.handshake.engine import EngineDescription
 from kvferry.handshake.facts import Facts
@@ -29,6 +31,7 @@ from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
 from kvferry.wire.hello import Hello, RankHello, encode_hello
 from kvferry.wire.layout_codec import encode_layout
+from kvferry.wire.versions import protocol_range
 
 __all__ = ["Worker", "WorkerSettings", "build_worker"]
 
@@ -152,7 +155,12 @@ def build_worker(settings: WorkerSettings) -> Worker:
                 port=rendezvous.port,
             )
             facts = Facts.from_engine(describe_engine(settings, model, cache))
-            local = LocalSide(facts, hello, make_fit((layout,), settings.role))
+            local = LocalSide(
+                facts,
+                hello,
+                make_fit((layout,), settings.role),
+                protocol_range(settings.ferry.side_channel.protocol_max),
+            )
             scheduler = make_scheduler(identity, rendezvous, settings.ferry)
             parts.append((scheduler, worker, identity, local, rendezvous))
             return scheduler, worker
@@ -183,8 +191,11 @@ def build_worker(settings: WorkerSettings) -> Worker:
 
 def describe_engine(settings: WorkerSettings, model: LoadedModel, cache: KVCache) -> EngineDescription:
     """What the embedded engine says of itself, for the table of facts."""
-    config = model.config
-    dtype = str(cache.data.dtype).removeprefix("torch.")
+    return describe(settings, model.config, model.directory, str(cache.data.dtype))
+
+
+def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str) -> EngineDescription:
+    """The same before anything is loaded: `kvferry facts MODEL`. `dtype`: what weights and cache are, or `auto`."""
     return EngineDescription(
         engine="mini",
         engine_version=__version__,
@@ -192,9 +203,11 @@ def describe_engine(settings: WorkerSettings, model: LoadedModel, cache: KVCache
         mode=settings.ferry.transfer.mode,
         strict=settings.ferry.strict,
         model_id=settings.engine.model,
-        fingerprint=model_fingerprint(model.directory),
-        tokenizer=tokenizer_fingerprint(model.directory),
+        protocol=protocol_range(settings.ferry.side_channel.protocol_max).newest,
+        fingerprint=model_fingerprint(directory),
+        tokenizer=tokenizer_fingerprint(directory),
         dtype=dtype,
+        checkpoint_dtype=config.dtype,
         total_kv_heads=config.num_kv_heads,
         head_size=config.head_dim,
         hidden_layers=config.num_layers,
@@ -202,7 +215,7 @@ def describe_engine(settings: WorkerSettings, model: LoadedModel, cache: KVCache
         rope=asdict(config.rope),
         window_tokens=next((window for window in config.windows if window is not None), None),
         max_context_tokens=config.max_positions,
-        kv_dtype=dtype,
+        kv_dtype="auto",
         attention_backend="sdpa",
         kv_layout="block-major",
         cross_layer_blocks=True,
