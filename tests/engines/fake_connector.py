@@ -1,0 +1,140 @@
+"""A connector whose peer is the test: what it is asked is written down, what it answers is set by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connector.base import Failed, Landed, Match, Outcome, RequestView, StepOrders, StepReport
+from kvferry.engines.mini.cache import KVCache
+from kvferry.ids import RequestId, TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.wire.first_token import FirstToken
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["FakeConnector", "copy_tokens"]
+
+
+@dataclass
+class FakeConnector:
+    """Both halves. A transfer is named after its request: `t-` and the id."""
+
+    cache: KVCache
+    answers: list[Match] = field(default_factory=list)
+    """For `match`, in turn; then: the whole prompt comes from outside, or what `remote_num_tokens` says."""
+    holds: bool = True
+    """Whether `request_finished` wants to keep blocks."""
+    news: list[Outcome] = field(default_factory=list)
+    """For `update`, in turn."""
+    seen: list[str] = field(default_factory=list)
+    tables: dict[RequestId, tuple[BlockTable, ...]] = field(default_factory=dict)
+    cached: dict[RequestId, int] = field(default_factory=dict)
+    progress: dict[RequestId, list[int]] = field(default_factory=dict)
+    first_tokens: dict[RequestId, FirstToken | None] = field(default_factory=dict)
+    open: set[RequestId] = field(default_factory=set)
+    """Transfers that have not ended."""
+
+    # Scheduler half
+
+    def on_new_request(self, request: RequestView) -> None:
+        self.seen.append(f"new {request.request_id}")
+
+    def match(self, request: RequestView, num_cached_tokens: int) -> Match:
+        self.seen.append(f"match {request.request_id} {num_cached_tokens}")
+        if self.answers:
+            return self.answers.pop(0)
+        handoff = request.handoff
+        remote = handoff.remote_num_tokens if handoff else None
+        return Match(max(0, (remote if remote is not None else request.num_prompt_tokens) - num_cached_tokens))
+
+    def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
+        self.seen.append(f"alloc {request.request_id}")
+        self.tables[request.request_id] = tuple(tables)
+        self.cached[request.request_id] = num_cached_tokens
+        self.open.add(request.request_id)
+
+    def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
+        self.progress.setdefault(request.request_id, []).append(num_computed_tokens)
+        self.tables[request.request_id] = tuple(tables)
+        self.open.add(request.request_id)
+
+    def request_finished(
+        self,
+        request: RequestView,
+        tables: Sequence[BlockTable],
+        num_computed_tokens: int,
+        *,
+        first_token: FirstToken | None,
+        aborted: bool,
+    ) -> tuple[TransferId | None, HandoffParams | None]:
+        name = request.request_id
+        self.seen.append(f"finished {name}{' aborted' if aborted else ''}")
+        self.first_tokens[name] = first_token
+        if request.handoff is None or name not in self.open or not self.holds:
+            return None, None
+        params = None
+        if request.handoff.do_remote_decode and not aborted:
+            params = HandoffParams(
+                do_remote_prefill=True,
+                transfer_id=f"t-{name}",
+                remote_num_tokens=num_computed_tokens,
+                first_token=first_token.token if first_token else None,
+                first_logprob=first_token.logprob if first_token else None,
+                first_top_logprobs=list(first_token.top) if first_token else None,
+            )
+        return TransferId(f"t-{name}"), params
+
+    def preempted(self, request: RequestView) -> TransferId | None:
+        assert request.request_id not in self.open, "a request with an open hand-off was preempted"
+        return None
+
+    def build_orders(self) -> StepOrders:
+        return StepOrders()
+
+    def update(self, reports: Sequence[StepReport]) -> Outcome:
+        return self.news.pop(0) if self.news else Outcome()
+
+    def has_pending_work(self) -> bool:
+        return bool(self.news)
+
+    # Worker half
+
+    def start_step(self, orders: StepOrders) -> None:
+        """Nothing to do."""
+
+    def end_step(self) -> StepReport:
+        return StepReport()
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+    # The peer
+
+    def land(self, name: str, stop: int, *, note: bytes = b"") -> None:
+        """The bytes are there."""
+        request = RequestId(name)
+        self.open.discard(request)
+        arrived = TokenRange(self.cached[request], stop)
+        landed = Landed(TransferId(f"t-{name}"), request, arrived, 1000, 3, 0.5, 7, note)
+        self.news.append(Outcome(landed=(landed,)))
+
+    def fail(self, name: str, *, recompute: bool = True) -> None:
+        """They will not come."""
+        request = RequestId(name)
+        self.open.discard(request)
+        failed = Failed(TransferId(f"t-{name}"), request, "the peer is gone", TokenRange(0, 0))
+        self.news.append(Outcome(failed=(failed,), recompute=recompute))
+
+    def release(self, name: str) -> None:
+        """No peer touches the transfer's blocks any more."""
+        self.news.append(Outcome(released=(TransferId(f"t-{name}"),)))
+
+
+def copy_tokens(
+    source: KVCache, source_tables: Sequence[BlockTable], target: KVCache, target_tables: Sequence[BlockTable],
+    start: int, stop: int,
+) -> None:  # fmt: skip
+    """What a transport does, token by token."""
+    for token in range(start, stop):
+        at, to = token // source.block_tokens, token // target.block_tokens
+        target.data[target_tables[0].block_ids[to], :, :, :, token % target.block_tokens] = source.data[
+            source_tables[0].block_ids[at], :, :, :, token % source.block_tokens
+        ]
