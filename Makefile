@@ -32,14 +32,14 @@ test-process: setup  ## real processes over real NIXL
 	$(BIN)/python -m pytest -m process
 
 check: setup  ## formatting, lint, types, architecture
-	$(BIN)/ruff format --check src tests bench
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
 fix: setup  ## what the checks can mend themselves
-	$(BIN)/ruff format src tests bench
-	$(BIN)/ruff check --fix src tests bench
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
 
 bench: setup  ## the benchmarks; JSON with its environment goes to out/
 	$(BIN)/kvferry bench all --out out
