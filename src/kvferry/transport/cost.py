@@ -1,0 +1,153 @@
+"""Direct or staged: how long each would take, from what was measured once on this machine.
+
+A transfer of many runs costs so much a run, by its length; a copy so much a piece. Between measured lengths the figures
+are interpolated, on logarithmic axes. `kvferry bench calibrate` measures; without it the defaults below hold, measured
+with NIXL over shared memory on two cores: the ratios are what matters, not the speeds.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.errors import ConfigError
+from kvferry.layout.packing import StagedPlan
+from kvferry.transport.base import Operation
+from kvferry.transport.packer import num_pieces
+
+__all__ = ["Choice", "CostModel", "Route", "calibration_path", "choose", "load_cost_model", "save_cost_model"]
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+Curve = tuple[tuple[int, float], ...]
+"""(bytes of a run, seconds for one such run), by rising length."""
+
+
+class Route(StrEnum):
+    """How bytes move."""
+
+    DIRECT = "direct"
+    """From cache to cache, run by run."""
+    STAGED = "staged"
+    """Through staging memory of ours: long runs on the wire, short ones in a local copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """What runs and pieces cost here."""
+
+    read: Curve = ((256, 0.9e-6), (1024, 1.1e-6), (4096, 2.3e-6), (32768, 8e-6), (262144, 48e-6), (4194304, 700e-6))
+    """A READ, by the length of its runs."""
+    write: Curve = ((256, 0.9e-6), (1024, 1.1e-6), (4096, 2.3e-6), (32768, 8e-6), (262144, 48e-6), (4194304, 700e-6))
+    """A WRITE."""
+    copy: Curve = ((256, 55e-9), (1024, 200e-9), (4096, 750e-9), (32768, 5.5e-6), (1048576, 180e-6))
+    """A copy between cache and staging, by the length of its pieces."""
+    overlap: float = 0.5
+    """How much of the shorter of wire and copy goes on beside the longer one: 1 with a core to spare, 0 with none."""
+    start_s: float = 300e-6
+    """What a staged transfer costs before its first byte."""
+    origin: str = "default"
+    """Where these figures are from."""
+
+    def __post_init__(self) -> None:
+        for name in ("read", "write", "copy"):
+            curve = getattr(self, name)
+            lengths = [length for length, _ in curve]
+            if not lengths or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(s for _, s in curve) <= 0:
+                raise ConfigError(f"cost model {name}={curve!r} must have rising lengths and positive seconds")
+        if not 0 <= self.overlap <= 1 or self.start_s < 0:
+            raise ConfigError(f"cost model overlap={self.overlap!r} must be in [0, 1], start_s={self.start_s!r} >= 0")
+
+    def transfer_s(self, operation: Operation, num_runs: int, num_bytes: int) -> float:
+        """Predicted seconds of `num_runs` runs of about equal length."""
+        return _seconds(self.read if operation is Operation.READ else self.write, num_runs, num_bytes)
+
+    def copy_s(self, pieces: int, num_bytes: int) -> float:
+        """Predicted seconds of a pack or an unpack."""
+        return _seconds(self.copy, pieces, num_bytes)
+
+    def staged_s(self, operation: Operation, num_runs: int, pieces: int, num_bytes: int) -> float:
+        """Predicted seconds of a staged transfer: wire and copy, partly at the same time."""
+        wire, copy = self.transfer_s(operation, num_runs, num_bytes), self.copy_s(pieces, num_bytes)
+        return self.start_s + wire + copy - self.overlap * min(wire, copy)
+
+
+def _seconds(curve: Curve, count: int, num_bytes: int) -> float:
+    if count <= 0 or num_bytes <= 0:
+        return 0.0
+    length = num_bytes / count
+    lengths = np.array([at for at, _ in curve], dtype=float)
+    rates = np.array([at / seconds for at, seconds in curve])
+    if length <= lengths[0]:
+        return count * curve[0][1]  # what is shorter costs no less
+    return float(num_bytes / np.exp(np.interp(np.log(length), np.log(lengths), np.log(rates))))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which way, and the predictions it rests on."""
+
+    route: Route
+    direct_s: float
+    staged_s: float
+
+
+def choose(
+    model: CostModel, operation: Operation, plans: Sequence[StagedPlan], total_bytes: int | None = None
+) -> Choice:
+    """Compare direct and staged for these chunks, or for `total_bytes` of which these chunks are a typical part.
+
+    Costs microseconds, whatever the number of short runs: it looks at pack plans, not at runs.
+    """
+    source = sum(num_pieces(plan.source) for plan in plans)
+    destination = sum(num_pieces(plan.destination) for plan in plans)
+    sample = sum(plan.num_bytes for plan in plans)
+    scale = (total_bytes if total_bytes is not None else sample) / max(1, sample)
+    num_bytes = round(sample * scale)
+    far, near = (source, destination) if operation is Operation.READ else (destination, source)
+    # Direct runs are cut wherever either side is.
+    direct_s = model.transfer_s(operation, round(max(far, near) * scale), num_bytes)
+    staged_s = model.staged_s(operation, round(far * scale), round(near * scale), num_bytes)
+    return Choice(Route.STAGED if staged_s < direct_s else Route.DIRECT, direct_s, staged_s)
+
+
+def calibration_path() -> Path:
+    """$KVFERRY_CACHE/calibration.json, or ~/.cache/kvferry/calibration.json."""
+    cache = os.environ.get("KVFERRY_CACHE")
+    return (Path(cache) if cache else Path.home() / ".cache" / "kvferry") / "calibration.json"
+
+
+def save_cost_model(model: CostModel, path: Path | None = None) -> Path:
+    """Write it where load_cost_model finds it. Raises OSError where that cannot be."""
+    path = path if path is not None else calibration_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"version": VERSION, **asdict(model)}, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def load_cost_model(path: Path | None = None) -> CostModel:
+    """The calibration of this machine; the defaults where there is none, or none that can be read (then it says so)."""
+    path = path if path is not None else calibration_path()
+    try:
+        raw = json.loads(path.read_text())
+        if raw.pop("version", None) != VERSION:
+            raise ConfigError(f"calibration version is not {VERSION}")
+        names = {field.name for field in fields(CostModel)}
+        if unknown := raw.keys() - names:
+            raise ConfigError(f"unknown {sorted(unknown)!r}")
+        for curve in ("read", "write", "copy"):
+            raw[curve] = tuple((int(length), float(seconds)) for length, seconds in raw[curve])
+        return CostModel(**raw)
+    except FileNotFoundError:
+        return CostModel()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+        logger.warning("calibration ignored cause=%s; run kvferry bench calibrate", error)
+        return CostModel()

@@ -1,0 +1,249 @@
+"""Staged transfers of one driver: our own staging memory between a peer's cache and ours, chunk by chunk.
+
+A READ brings a chunk from the peer's cache into staging, then unpacks it; a WRITE packs a chunk, then writes it from
+staging into the peer's cache. The peer does nothing, and needs no staging. Copies run on a thread of their own, so that
+one chunk is unpacked while the next one is on the wire.
+
+Life of a chunk of a READ:   leased -> reading -> unpacking -> released.
+Life of a chunk of a WRITE:  leased -> packing -> writing   -> released.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NewType
+
+from kvferry.errors import FerryError, PeerLost, TransferError
+from kvferry.ids import PeerName
+from kvferry.layout.blocks import Runs
+from kvferry.layout.packing import StagedPlan
+from kvferry.transport.base import Completion, Operation, Ticket, Transport
+from kvferry.transport.packer import Memory, pack, staging_runs, unpack
+from kvferry.transport.staging import Lease, StagingPool
+
+__all__ = ["StagedDone", "StagedId", "Stager"]
+
+logger = logging.getLogger(__name__)
+
+StagedId = NewType("StagedId", int)
+MAX_CHUNKS = 4
+"""Chunks of one transfer in work at once: one on the wire, one being copied, one ready for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDone:
+    """A staged transfer has ended, with every chunk of it: no byte of cache or staging will change any more for it."""
+
+    id: StagedId
+    error: str | None
+    num_bytes: int
+    """Moved over the wire and copied."""
+    num_runs: int
+    """Posted to the transport."""
+    lost: bool = False
+    """The peer is gone."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    owner: "_Staged"
+    plan: StagedPlan
+    lease: Lease
+    runs: list[Runs]
+    copying: "Future[None] | None" = None
+
+
+@dataclass(slots=True)
+class _Staged:
+    id: StagedId
+    peer: PeerName
+    operation: Operation
+    plans: Iterator[StagedPlan]
+    message: bytes
+    chunks: list[_Chunk] = field(default_factory=list)
+    next_plan: StagedPlan | None = None
+    exhausted: bool = False
+    error: str | None = None
+    lost: bool = False
+    told: bool = False
+    num_bytes: int = 0
+    num_runs: int = 0
+
+
+class Stager:
+    """Called by the driver's thread only. `staging_region` is the index of the pool's region at the transport.
+
+    Give every completion of the transport to `completed`; call `poll` as often as the transport's.
+    """
+
+    def __init__(self, transport: Transport, pool: StagingPool, staging_region: int, memory: Memory) -> None:
+        self._transport = transport
+        self._pool = pool
+        self._staging_region = staging_region
+        self._memory = memory
+        self._copier: ThreadPoolExecutor | None = None
+        self._ids = itertools.count(1)
+        self._open: dict[StagedId, _Staged] = {}
+        self._posted: dict[Ticket, _Chunk] = {}
+
+    def start(
+        self, peer: PeerName, operation: Operation, plans: Iterator[StagedPlan], message: bytes = b""
+    ) -> StagedId:
+        """Begin. `message` reaches the peer after the last byte of the wire, as with Transport.post.
+
+        For a READ local memory is the plans' destination, for a WRITE their source. Never raises: see `poll`.
+        """
+        staged = _Staged(StagedId(next(self._ids)), peer, operation, plans, message)
+        self._open[staged.id] = staged
+        return staged.id
+
+    def cancel(self, staged_id: StagedId, reason: str) -> None:
+        """Start no more chunks; it ends, with this reason, when those in work have ended."""
+        staged = self._open.get(staged_id)
+        if staged is not None:
+            staged.error = staged.error or reason
+
+    def completed(self, completion: Completion) -> bool:
+        """The transport ended a ticket. False: it is not one of ours."""
+        chunk = self._posted.pop(completion.ticket, None)
+        if chunk is None:
+            return False
+        staged = chunk.owner
+        if completion.error is not None:
+            staged.error = staged.error or completion.error
+            self._drop(chunk)
+        elif staged.operation is Operation.WRITE:
+            staged.num_bytes += chunk.plan.num_bytes
+            self._drop(chunk)
+        else:
+            staged.num_bytes += chunk.plan.num_bytes
+            self._copy(chunk)
+        return True
+
+    def poll(self) -> Sequence[StagedDone]:
+        """Move everything on that can be; what has ended since the last call, each once. May block for one copy."""
+        for staged in self._open.values():
+            for chunk in staged.chunks[:]:
+                if chunk.copying is not None and chunk.copying.done():
+                    self._copied(chunk)
+            self._begin_chunks(staged)
+        ended = [staged for staged in self._open.values() if self._has_ended(staged)]
+        for staged in ended:
+            del self._open[staged.id]
+        return [StagedDone(staged.id, staged.error, staged.num_bytes, staged.num_runs, staged.lost) for staged in ended]
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Before the transport's close, and before memory is let go. Waits for a copy that is under way."""
+        if self._copier is not None:
+            self._copier.shutdown(wait=True, cancel_futures=True)
+        for staged in self._open.values():
+            for chunk in staged.chunks:
+                self._pool.release(chunk.lease)
+        self._open.clear()
+        self._posted.clear()
+
+    def _begin_chunks(self, staged: _Staged) -> None:
+        while staged.error is None and len(staged.chunks) < MAX_CHUNKS and not staged.exhausted:
+            try:
+                plan = staged.next_plan if staged.next_plan is not None else next(staged.plans, None)
+                if plan is None:
+                    staged.exhausted = True
+                    return
+                if plan.num_bytes > self._pool.num_bytes:
+                    raise TransferError(
+                        f"a chunk of {plan.num_bytes} bytes does not fit transfer.staging_bytes={self._pool.num_bytes}"
+                    )
+                staged.next_plan = plan
+                lease = self._pool.acquire(plan.num_bytes)
+                if lease is None:
+                    return  # others have it; they give it back in bounded time
+                staged.next_plan = None
+                self._begin(staged, plan, lease)
+            except FerryError as error:
+                staged.error = str(error)
+                staged.lost = isinstance(error, PeerLost)
+
+    def _begin(self, staged: _Staged, plan: StagedPlan, lease: Lease) -> None:
+        remote = plan.source if staged.operation is Operation.READ else plan.destination
+        runs = staging_runs(remote, staging_region=self._staging_region, staging_offset=lease.offset)
+        chunk = _Chunk(staged, plan, lease, runs)
+        staged.chunks.append(chunk)
+        if staged.operation is Operation.WRITE:
+            self._copy(chunk)
+        else:
+            self._post(chunk)
+
+    def _post(self, chunk: _Chunk) -> None:
+        staged = chunk.owner
+        try:
+            ticket = self._transport.post(staged.peer, staged.operation, chunk.runs)
+        except FerryError:
+            self._drop(chunk)
+            raise
+        staged.num_runs += sum(map(len, chunk.runs))
+        self._posted[ticket] = chunk
+
+    def _copy(self, chunk: _Chunk) -> None:
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry-copier")
+        memory, staging = self._memory, self._pool.slice(chunk.lease)
+        if chunk.owner.operation is Operation.READ:
+            chunk.copying = self._copier.submit(unpack, chunk.plan.destination, staging, memory)
+        else:
+            chunk.copying = self._copier.submit(pack, chunk.plan.source, memory, staging)
+
+    def _copied(self, chunk: _Chunk) -> None:
+        staged = chunk.owner
+        assert chunk.copying is not None, "only a chunk that is being copied can have been copied"
+        failure = chunk.copying.exception()
+        chunk.copying = None
+        if failure is not None:
+            if not isinstance(failure, FerryError):
+                logger.error("copy failed peer=%s", staged.peer, exc_info=failure)
+            staged.error = staged.error or f"a copy failed: {failure}"
+            self._drop(chunk)
+        elif staged.operation is Operation.READ or staged.error is not None:
+            self._drop(chunk)
+        else:
+            try:
+                self._post(chunk)
+            except FerryError as error:
+                staged.error = str(error)
+                staged.lost = isinstance(error, PeerLost)
+
+    def _drop(self, chunk: _Chunk) -> None:
+        self._pool.release(chunk.lease)
+        chunk.owner.chunks.remove(chunk)
+
+    def _has_ended(self, staged: _Staged) -> bool:
+        if staged.chunks:
+            # The peer is told when the wire is done, not when our copies are.
+            if staged.exhausted and not self._on_the_wire(staged):
+                self._tell(staged)
+            return False
+        if staged.error is None and not staged.exhausted:
+            return False
+        self._tell(staged)
+        return True
+
+    def _on_the_wire(self, staged: _Staged) -> bool:
+        if staged.operation is Operation.WRITE:
+            return True  # packing chunks still have to go
+        return any(chunk.owner is staged for chunk in self._posted.values())
+
+    def _tell(self, staged: _Staged) -> None:
+        if staged.told or not staged.message or staged.error is not None:
+            return
+        staged.told = True
+        try:
+            self._transport.send(staged.peer, staged.message)
+        except FerryError as error:
+            # The bytes are here and valid; a peer that does not hear of it goes by its lease.
+            logger.warning("message after a transfer was lost peer=%s cause=%s", staged.peer, error)
