@@ -44,7 +44,7 @@ def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
     return effective_dtype(override, model_dtype(engine), "draft_kv_dtype")
 
 
-_SPEC_CONFIG = "--speculative-config '{\"<key>\": \"{value}\", ...}'"
+_SPEC_CONFIG = '--speculative-config \'{"<key>": "{value}", ...}\''
 
 
 def _speculative(key: str) -> dict[str, str]:
