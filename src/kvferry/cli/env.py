@@ -1,6 +1,7 @@
 """`kvferry env`: what a bug report needs. Reads only; prints no secret: of a key file, only whether it is there."""
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -93,12 +94,13 @@ def _read(path: str) -> str | None:
 def _nixl() -> dict[str, Any]:
     if _version("nixl") is None:
         return {"installed": "no: pip install 'kvferry[nixl]'"}
-    try:
-        import nixl._api
-    except ImportError as error:
-        return {"import": f"fails: {error}"}
-    agent = nixl._api.nixl_agent("kvferry-env", nixl._api.nixl_agent_config(backends=[]))
-    return {"plugins": ", ".join(agent.get_plugin_list())}
+    with contextlib.redirect_stdout(sys.stderr):  # nixl logs to stdout
+        try:
+            import nixl._api
+        except ImportError as error:
+            return {"import": f"fails: {error}"}
+        agent = nixl._api.nixl_agent("kvferry-env", nixl._api.nixl_agent_config(backends=[]))
+        return {"plugins": ", ".join(agent.get_plugin_list())}
 
 
 def _devices() -> dict[str, Any]:

@@ -47,12 +47,14 @@ class Listener:
 
         Port 0 becomes the port that was taken. Raises ConfigError with the address and the remedy.
         """
+        if not 0 <= self.port <= 65535:  # getaddrinfo would take the remainder
+            raise ConfigError(f"port {self.port!r} is not between 0 and 65535: give another --port")
         try:
             family, kind, number, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, kind, number)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind(address)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             self.unbind()
             raise _cannot_listen(self.host, self.port, error) from error
         self.port = self._socket.getsockname()[1]
@@ -88,8 +90,8 @@ class Listener:
             self._socket.close()
 
 
-def _cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    if isinstance(error, OverflowError | socket.gaierror):
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    if isinstance(error, socket.gaierror):
         return ConfigError(
             f"cannot listen on --host {host!r} --port {port!r}: {error}. Give an address of this machine"
         )

@@ -1,0 +1,127 @@
+"""What an operator can do wrong with `serve` and `route`: one line, the value, the remedy, an exit status."""
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import ExitCode, main
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("kvferry ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_unknown_role_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "x", "--role", "tepid"])
+    assert ended.value.code == ExitCode.USAGE
+    assert "invalid choice: 'tepid' (choose from 'prefill', 'decode', 'both')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "route", "up"])
+def test_port_in_use(command: str, taken_port: int, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
+    argv = [command, *(["--decode", "http://127.0.0.1:1"] if command == "route" else [str(tiny)])]
+    assert main([*argv, "--port", str(taken_port)]) == ExitCode.ERROR
+    assert told(capsys) == (
+        f"kvferry {command}: port {taken_port} on 127.0.0.1 is in use by another process: "
+        "give another --port, or 0 for a free one"
+    )
+
+
+def test_port_in_use_is_told_before_a_model_is_looked_for(taken_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere", "--port", str(taken_port)]) == ExitCode.ERROR
+    assert "is in use" in told(capsys)
+
+
+@pytest.mark.parametrize("port", ["70000", "-1"])
+def test_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere", f"--port={port}"]) == ExitCode.ERROR
+    assert port in told(capsys)
+
+
+def test_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere", "--host", "203.0.113.7", "--port", "0"]) == ExitCode.ERROR
+    assert "203.0.113.7" in told(capsys)
+
+
+def test_no_model_at_that_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere/at/all", "--port", "0"]) == ExitCode.ERROR
+    assert "/nowhere/at/all" in told(capsys)
+
+
+def test_a_directory_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
+    for file in tiny.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert main(["serve", str(tmp_path), "--port", "0"]) == ExitCode.ERROR
+    assert str(tmp_path) in told(capsys)
+
+
+def test_a_truncated_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
+    for file in tiny.iterdir():
+        whole = file.read_bytes()
+        (tmp_path / file.name).write_bytes(whole[:-1000] if file.suffix == ".safetensors" else whole)
+    assert main(["serve", str(tmp_path), "--port", "0"]) == ExitCode.ERROR
+    assert "model.safetensors" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--block-tokens", "0"], "block_tokens=0"),
+        (["--lease-ttl", "-3"], "lease.ttl_s=-3.0"),
+        (["--lease-ttl", "2", "--lease-renew-every", "5"], "renew_every_s=5.0 must be above 0 and below"),
+        (["--side-channel-port", "99999"], "side_channel.port=99999"),
+        (["--cache-gb", "-1"], "cache_bytes=-1073741824"),
+    ],
+)
+def test_settings_out_of_range(flags: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
+    assert part in told(capsys)
+
+
+def test_a_wrong_setting_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    import subprocess
+
+    code = (
+        "import sys; from kvferry.cli.main import main; "
+        "assert main(['serve', 'x', '--lease-ttl', '-3']) == 1; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_router_without_decode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "--prefill", "http://127.0.0.1:1", "--port", "0"]) == ExitCode.ERROR
+    assert told(capsys) == "kvferry route: no decode worker is given: add --decode URL"
+
+
+def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_KEY", "top secret")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert main(["env", "--json"]) == ExitCode.OK
+    out = capsys.readouterr().out
+    found = json.loads(out)
+    assert "top secret" not in out
+    assert found["variables"]["KVFERRY_KEY"] == "(set)"
+    assert found["variables"]["UCX_TLS"] == "tcp"
+    assert found["packages"]["msgspec"]
+    assert "UCX" in found["nixl"]["plugins"]
+    assert main(["env"]) == ExitCode.OK
+    assert "ptrace_scope" in capsys.readouterr().out

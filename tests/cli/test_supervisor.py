@@ -1,0 +1,152 @@
+"""Child processes are started, told apart, watched and ended; none is left behind, whatever happens to the parent."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
+from kvferry.errors import FerryError
+
+pytestmark = pytest.mark.process
+
+ROUTE = ("route", "--decode", "http://127.0.0.1:1", "--port", "0")
+Lines = list[tuple[str, str]]
+
+
+@pytest.fixture
+def lines() -> Lines:
+    return []
+
+
+def supervisor(lines: Lines) -> Supervisor:
+    return Supervisor(lambda name, line: lines.append((name, line)))
+
+
+def exists(pid: int) -> bool:
+    """A process, and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition does not come true"
+        threading.Event().wait(0.01)
+
+
+async def test_children_get_ports_of_their_own_and_end_with_the_context(lines: Lines) -> None:
+    async with supervisor(lines) as boss:
+        children = [await boss.start(ChildSpec(f"router-{i}", ROUTE)) for i in range(2)]
+        await boss.wait_ready(children, 30)
+        assert len({child.url for child in children}) == 2
+        async with aiohttp.ClientSession() as session:
+            for child in children:
+                assert (await session.get(f"{child.url}/health")).status == 503
+        pids = [child.process.pid for child in children]
+        directories = [child.ready_file.parent for child in children]
+    assert not any(map(exists, pids))
+    assert [child.process.returncode for child in children] == [0, 0]
+    assert not any(directory.exists() for directory in directories)
+    assert {name for name, _ in lines} == {"router-0", "router-1"}
+    assert any("routing url=" in line for _, line in lines)
+
+
+async def test_a_child_that_cannot_start_says_why(lines: Lines) -> None:
+    async with supervisor(lines) as boss:
+        child = await boss.start(ChildSpec("router", ("route", "--port", "0")))
+        with pytest.raises(ChildEnded, match=r"router \(pid \d+\) ended with exit status 1: .*add --decode URL"):
+            await boss.wait_ready([child], 30)
+
+
+async def test_a_child_that_is_never_ready_is_given_up(lines: Lines) -> None:
+    async with supervisor(lines) as boss:
+        child = await boss.start(ChildSpec("router", ROUTE))
+        with pytest.raises(FerryError, match=r"router did not become ready in 0.01 s"):
+            await boss.wait_ready([child], 0.01)
+        child_pid = child.process.pid
+    assert not exists(child_pid)
+
+
+async def test_the_death_of_a_child_is_reported(lines: Lines) -> None:
+    async with supervisor(lines) as boss:
+        children = [await boss.start(ChildSpec(f"router-{i}", ROUTE)) for i in range(2)]
+        await boss.wait_ready(children, 30)
+        children[1].process.kill()
+        dead = await boss.wait_ended()
+        assert dead is children[1]
+        assert "router-1" in dead.how_it_ended()
+        assert "was killed by SIGKILL" in dead.how_it_ended()
+        assert boss.children == [children[0]]
+
+
+async def test_a_child_that_does_not_end_is_killed_at_the_second_asking(lines: Lines) -> None:
+    async with supervisor(lines) as boss:
+        child = await boss.start(ChildSpec("router", ROUTE))
+        await boss.wait_ready([child], 30)
+        os.kill(child.process.pid, signal.SIGSTOP)  # cannot answer SIGTERM
+        boss.hurry()
+    assert child.process.returncode == -signal.SIGKILL
+
+
+PARENT = """
+import asyncio, sys
+from kvferry.cli.supervisor import ChildSpec, Supervisor
+
+async def main():
+    async with Supervisor(lambda name, line: None) as boss:
+        child = await boss.start(ChildSpec("router", {route!r}))
+        await boss.wait_ready([child], 30)
+        print(child.process.pid, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_children_die_with_a_parent_that_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(route=ROUTE)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    child_pid = int(parent.stdout.readline())
+    assert exists(child_pid)
+    parent.kill()
+    parent.communicate()
+    wait_until(lambda: not exists(child_pid))
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+    argv = [sys.executable, "-m", "kvferry", *ROUTE]
+    env = {**os.environ, "KVFERRY_SUPERVISOR_PID": "1"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    assert "the supervisor '1' of this process is gone" in done.stderr
+
+
+async def test_leaving_by_cancellation_ends_the_children_too(lines: Lines) -> None:
+    started: list[Child] = []
+
+    async def run() -> None:
+        async with supervisor(lines) as boss:
+            started.append(await boss.start(ChildSpec("router", ROUTE)))
+            await boss.wait_ready(started, 30)
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    while not (started and started[0].ready):
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not exists(started[0].process.pid)

@@ -1,0 +1,165 @@
+"""`kvferry up` and `kvferry demo` with real workers of a tiny model, over real NIXL."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from kvferry.cli.main import ExitCode
+from tests.cli.conftest import Start
+from tests.cli.test_supervisor import exists, wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
+
+WORKER = ("--dtype", "float32", "--num-blocks", "256", "--threads", "1", "--verify", "all")
+PROMPT = "a ferry carries people across a river, and the other bank has a bakery"
+
+
+class Fleet:
+    """A running `kvferry up`."""
+
+    def __init__(self, start: Start, model: Path, tmp_path: Path, *argv: str) -> None:
+        self.ready_file = tmp_path / "ready.json"
+        self.process = start("up", str(model), "--port", "0", "--ready-file", str(self.ready_file), *WORKER, *argv)
+        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, 120)
+        assert self.process.poll() is None, self.process.communicate()
+        self.url = str(json.loads(self.ready_file.read_text())["url"])
+
+    def pids(self) -> dict[str, int]:
+        """By name, from the command lines of the children."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                argv = (path / "cmdline").read_text().split("\0")
+            except (OSError, IndexError):
+                continue
+            if parent == self.process.pid and "kvferry" in argv:
+                found[argv[argv.index("--engine-id") + 1] if "--engine-id" in argv else "router"] = int(path.name)
+        return found
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
+        """The official client on the router."""
+        async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+            yield made
+
+    async def complete(self, prompt: str = PROMPT, **more: Any) -> Any:
+        """A greedy completion; its text, and how it was served."""
+        async with self.client() as client:
+            params: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}, **more}
+            return await client.completions.create(model="tiny-llama", prompt=prompt, **params)
+
+    def end(self, number: signal.Signals, code: ExitCode) -> str:
+        """Signal it; nothing may be left. What it wrote."""
+        pids = self.pids()
+        self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == code, err
+        assert not [name for name, pid in pids.items() if exists(pid)]
+        return err
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_a_fleet_hands_over_and_one_ctrl_c_ends_it(  # R12, R16, R36
+    mode: str, start: Start, tiny: Path, tmp_path: Path
+) -> None:
+    fleet = Fleet(start, tiny, tmp_path, "--transfer-mode", mode)
+    assert set(fleet.pids()) == {"prefill-0", "decode-0", "router"}
+    alone = await fleet.complete(max_tokens=1)
+    answer = await fleet.complete()
+    served = answer.kvferry
+    num_prompt = answer.usage.prompt_tokens
+    assert (served["mode"], served["prefill"], served["decode"]) == (mode, "prefill-0", "decode-0")
+    assert (served["handed_over"], served["recomputed"], served["why"]) == (num_prompt, 0, "")
+    assert served["bytes"] >= num_prompt * 3 * 2 * 2 * 16 * 4  # tokens, layers, K and V, heads, size, fp32
+    assert answer.choices[0].text.startswith(alone.choices[0].text)
+    again = await fleet.complete()
+    assert again.choices[0].text == answer.choices[0].text
+    assert again.kvferry["cached"] > 0  # R30
+    assert again.kvferry["cached"] + again.kvferry["handed_over"] + again.kvferry["recomputed"] == num_prompt
+    several = await fleet.complete(n=3, logprobs=2)
+    assert {choice.text for choice in several.choices} == {answer.choices[0].text}
+    assert len(several.choices[0].logprobs.tokens) == 12
+    async with fleet.client() as client:
+        stream = await client.chat.completions.create(
+            model="tiny-llama", messages=[{"role": "user", "content": PROMPT}], max_tokens=6, temperature=0, stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+    assert chunks[-1].kvferry["handed_over"] > 0  # type: ignore[attr-defined]
+    err = fleet.end(signal.SIGINT, ExitCode.OK)
+    assert "[prefill-0]" in err
+    assert "all processes have ended" in err
+
+
+async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tiny: Path, tmp_path: Path) -> None:
+    fleet = Fleet(start, tiny, tmp_path)
+    pids = fleet.pids()
+    os.kill(pids["decode-0"], signal.SIGKILL)
+    _, err = fleet.process.communicate(timeout=60)
+    assert fleet.process.returncode == ExitCode.ERROR
+    assert f"decode-0 (pid {pids['decode-0']}) was killed by SIGKILL" in err
+    assert not any(map(exists, pids.values()))
+
+
+async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanwhile(
+    start: Start, tiny: Path, tmp_path: Path
+) -> None:
+    fleet = Fleet(start, tiny, tmp_path, "--restart")
+    first = await fleet.complete()
+    assert first.kvferry["handed_over"] > 0
+    killed = fleet.pids()["prefill-0"]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: not exists(killed))
+    alone = await fleet.complete(prompt=PROMPT + " and a mill")
+    assert alone.kvferry["handed_over"] == 0
+    assert "prefill" in alone.kvferry["why"]
+    async with asyncio.timeout(90):
+        number = 0
+        while True:  # every prompt is new: nothing comes from a cache
+            number += 1
+            answer = await fleet.complete(prompt=f"{number} {PROMPT}")
+            assert answer.choices[0].text
+            if answer.kvferry["handed_over"] > 0:
+                break
+            await asyncio.sleep(0.2)
+    assert fleet.pids()["prefill-0"] != killed
+    fleet.end(signal.SIGTERM, ExitCode.OK)
+
+
+def test_up_says_which_worker_cannot_start(start: Start, tmp_path: Path) -> None:
+    process = start("up", str(tmp_path), "--port", "0")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == ExitCode.ERROR
+    assert str(tmp_path) in err.splitlines()[-1] or "was not ready yet" in err
+
+
+def test_demo_prints_one_json_object(start: Start, tiny: Path) -> None:
+    process = start("demo", "--model", str(tiny), "--json", "--max-tokens", "8", *WORKER)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.OK, err
+    result = json.loads(out)
+    needed = {
+        "model", "mode", "prompt_tokens", "handed_over", "cached", "recomputed", "bytes", "transfer_ms", "ttft_ms",
+        "tokens_equal",
+    }  # fmt: skip
+    assert needed <= set(result)
+    assert result["tokens_equal"] is True
+    assert result["handed_over"] == result["prompt_tokens"] > 0
+    assert result["transfer_ms"] > 0
+
+
+def test_demo_for_people(start: Start, tiny: Path) -> None:
+    process = start("demo", "--model", str(tiny), "--max-tokens", "8", "--transfer-mode", "push", *WORKER)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.OK, err
+    for part in ("handed over", "the hand-off: prefill-0 -> decode-0, push", "tokens equal      yes"):
+        assert part in out
+    assert "\x1b[" not in out + err  # plain when piped
