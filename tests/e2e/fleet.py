@@ -198,7 +198,7 @@ class Fleet:
         self._model = model
         self._flags = flags
         self.workers: dict[str, Process] = {}
-        self.router: Process | None = None
+        self.routers: dict[str, Process] = {}
 
     def worker(self, name: str, *flags: str, role: str, model: str | None = None) -> Process:
         """Start a worker; see `wait_ready`."""
@@ -208,26 +208,27 @@ class Fleet:
         process.start()
         return process
 
-    def route(self, *flags: str, prefill: Sequence[Process], decode: Sequence[Process]) -> Process:
-        """Start the router in front of workers that are ready, and wait for it."""
+    def route(
+        self, *flags: str, prefill: Sequence[Process], decode: Sequence[Process], name: str = "router"
+    ) -> Process:
+        """Start a router in front of workers that are ready, and wait for it."""
         argv = ["route", "--port", "0", "--health-every", "0.2", *flags]
         for role, processes in (("prefill", prefill), ("decode", decode)):
             for process in processes:
                 argv += [f"--{role}", process.url]
-        self.router = Process("router", argv, self.directory)
-        self.router.start()
-        return self.router.wait_ready()
+        router = self.routers[name] = Process(name, argv, self.directory)
+        router.start()
+        return router.wait_ready()
 
     @property
     def processes(self) -> list[Process]:
         """All of them."""
-        return [*self.workers.values(), *([self.router] if self.router else [])]
+        return [*self.workers.values(), *self.routers.values()]
 
     @property
     def url(self) -> str:
-        """Of the router."""
-        assert self.router is not None, "route() was not called"
-        return self.router.url
+        """Of the first router."""
+        return next(iter(self.routers.values())).url
 
     def wait_blocks_free(self, within_s: float = FREE_S) -> None:
         """Every block of every running worker is free."""

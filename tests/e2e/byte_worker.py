@@ -1,0 +1,81 @@
+"""A prefill worker in a process of its own that tells what is in its cache: for tests that compare bytes."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kvferry.engines.mini.api import GenerateRequest, SamplingParams
+from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
+from kvferry.ids import RequestId
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["Computed", "Identity", "serve_bytes", "tokens_in"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Where the worker is found, for the parameters of a push."""
+
+    engine: str
+    incarnation: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A prompt that was computed: the parameters for decode, and its KV as it is in the cache."""
+
+    params: dict[str, Any]
+    kv: bytes
+
+
+def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
+    """KV of tokens [start, stop) of a request with these blocks: [layers, 2, heads, tokens, head_dim], copied."""
+    blocks = worker.engine.cache.data[torch.tensor(block_ids)]
+    num_blocks, layers, two, heads, block_tokens, dim = blocks.shape
+    rows = blocks.permute(1, 2, 3, 0, 4, 5).reshape(layers, two, heads, num_blocks * block_tokens, dim)
+    return rows[:, :, :, start:stop].clone()
+
+
+def serve_bytes(pipe: Connection, settings: WorkerSettings) -> None:
+    """The child's main: answers (name, prompt, transfer id) with Computed, `stats` with free blocks; None ends it."""
+    torch.set_num_threads(1)
+    worker = build_worker(settings)
+    pause = threading.Event()
+    try:
+        identity = worker.identity
+        pipe.send(Identity(identity.engine, identity.incarnation, identity.host, identity.port))
+        while True:
+            if pipe.poll(0.0 if worker.engine.has_work() else 0.02):
+                order = pipe.recv()
+                if order is None:
+                    return
+                if order == "stats":
+                    pipe.send(worker.engine.blocks.num_usable - worker.engine.blocks.num_free)
+                    continue
+                pipe.send(_compute(worker, *order))
+            elif worker.engine.has_work():
+                worker.engine.step()
+                pause.wait(0.0005)
+    finally:
+        worker.close()
+        pipe.close()
+
+
+def _compute(worker: Worker, name: str, prompt: tuple[int, ...], transfer: str) -> Computed:
+    handoff = HandoffParams(do_remote_decode=True, transfer_id=transfer)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    worker.engine.add(
+        GenerateRequest(request_id=RequestId(name), prompt_token_ids=prompt, sampling=sampling, handoff=handoff)
+    )
+    while True:
+        for output in worker.engine.step():
+            if output.request_id == name and output.finish_reason is not None:
+                assert output.handoff is not None and output.handoff.remote_block_ids is not None, output
+                kv = tokens_in(worker, output.handoff.remote_block_ids[0], 0, len(prompt))
+                return Computed(output.handoff.to_dict(), kv.numpy().tobytes())
