@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kvferry.cli.plan_text import Row
-from kvferry.layout.description import CacheLayout
+from kvferry.layout.description import CacheLayout, Tensor
 from kvferry.layout.pairing import Edge, pair
 
 __all__ = ["picture"]
@@ -95,16 +95,21 @@ def _grid(
         key = (layers.index(layer) * wide, tall * start / extent, tall * (stop - start) / extent, fill)
         fields.setdefault(key, layer)
 
+    by_head = {t.layer for t in layout.tensors if any(axis.name == "head" for axis in t.axes)}
     if not edges:
         for tensor in layout.tensors:
-            axis = tensor.axes[0] if tensor.axes else None
-            cut = (axis.extent, axis.start, axis.stop) if axis else (1, 0, 1)
-            put(tensor.layer, *cut, colour.get(layout.rank.index, "#dddddd"))
+            number = _drawn(tensor, by_head)
+            if number is not None:
+                axis = tensor.axes[number] if tensor.axes else None
+                cut = (axis.extent, axis.start, axis.stop) if axis else (1, 0, 1)
+                put(tensor.layer, *cut, colour.get(layout.rank.index, "#dddddd"))
     for edge in edges:
         for piece in edge.slices:
             tensor = edge.destination.tensors[piece.destination_tensor]
-            cut = (tensor.axes[0].extent, *piece.ranges[0]) if tensor.axes else (1, 0, 1)
-            put(piece.layer, *cut, colour[edge.source_rank])
+            number = _drawn(tensor, by_head)
+            if number is not None:
+                cut = (tensor.axes[number].extent, *piece.ranges[number]) if tensor.axes else (1, 0, 1)
+                put(piece.layer, *cut, colour[edge.source_rank])
     inset = min(0.75, wide / 8)
     return [
         f'<rect x="{x}" y="{y:.1f}" width="{GRID}" height="{tall:.1f}" fill="#f4f4f4" stroke="#cccccc"/>',
@@ -114,6 +119,12 @@ def _grid(
             for (across, down, deep, fill), layer in fields.items()
         ),
     ]
+
+
+def _drawn(tensor: Tensor, by_head: set[str]) -> int | None:
+    """Which axis of a tensor is drawn: its heads, else its first one; None: the layer is drawn by another part."""
+    number = next((i for i, axis in enumerate(tensor.axes) if axis.name == "head"), None)
+    return number if number is not None else None if tensor.layer in by_head else 0
 
 
 def _band(places: dict[tuple[str, int], float], row: Row, fill: str, most: int) -> str:

@@ -1,0 +1,313 @@
+"""The fixed matrix: every combination that the project promises, planned and checked byte by byte, as a table.
+
+`python -m tests.layout.matrix` prints it; tests/layout/test_matrix.py runs it. The check is the slow model's formula,
+evaluated with numpy for all elements at once.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import IncompatiblePeer, MalformedMessage
+from kvferry.layout.blocks import BlockTable, Runs, TokenRange
+from kvferry.layout.builders import AxisOrder
+from kvferry.layout.description import CacheKind, CacheLayout, Tensor
+from kvferry.layout.pairing import pair
+from kvferry.layout.planning import plan
+from tests.layout.worlds import Config, Engine, Layer, Model, build
+
+TPS, PPS, BLOCKS = (1, 2, 3, 4, 8), (1, 2, 4), (8, 16, 24, 64, 128)
+ORDERS = tuple(AxisOrder)
+Bytes = npt.NDArray[np.uint8]
+
+
+def _model(*layers: Layer) -> Model:
+    return Model(layers, head_dim=1, element_bytes=2, opaque_block=16)
+
+
+def _attention(count: int, heads: int, window: int | None = None, first: int = 0) -> tuple[Layer, ...]:
+    return tuple(Layer(f"layers.{first + i}.attn", "attention", heads, window) for i in range(count))
+
+
+MODELS = {
+    "GQA, 8 heads": _model(*_attention(4, 8)),
+    "GQA, 6 heads": _model(*_attention(4, 6)),
+    "GQA, 3 heads": _model(*_attention(4, 3)),
+    "replicated, 2 heads": _model(*_attention(4, 2)),
+    "MLA": _model(*(Layer(f"layers.{i}.attn", "mla") for i in range(4))),
+    "full + sliding": _model(
+        *(Layer(f"layers.{i}.attn", "attention", 4, 20 if i % 2 else None) for i in range(4)),
+    ),
+    "Mamba hybrid": _model(
+        Layer("layers.0.attn", "attention", 4),
+        Layer("layers.1.mamba", "mamba2", 8),
+        Layer("layers.2.attn", "attention", 4),
+        Layer("layers.3.mamba", "mamba2", 8),
+    ),
+}
+
+
+@lru_cache(maxsize=100_000)
+def _elements(tensor: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Offset and number of every inner element."""
+    offset, name = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    for axis in sorted(tensor.axes, key=lambda each: each.name):
+        index = np.arange(axis.start, axis.stop)
+        offset = (offset[:, None] + (index - axis.start) * axis.stride_bytes).reshape(-1)
+        name = (name[:, None] * axis.extent + index).reshape(-1)
+    return offset, name
+
+
+def _write(memory: list[Bytes], layout: CacheLayout, tensor: Tensor, table: BlockTable, tokens: TokenRange) -> int:
+    """Write what these tokens' elements mean; how many bytes."""
+    if layout.groups[tensor.group].kind is CacheKind.STATE:
+        positions = np.array([table.first_token])
+        starts = np.array([table.block_ids[0] * tensor.paging.block_stride_bytes])
+    else:
+        size = layout.groups[tensor.group].block_tokens
+        positions = np.arange(max(tokens.start, table.first_token), tokens.stop)
+        index, token = np.divmod(positions - table.first_token, size)
+        assert tensor.paging.token_stride_bytes is not None, "the matrix has no opaque packings"
+        starts = np.asarray(table.block_ids, np.int64)[index] * tensor.paging.block_stride_bytes
+        starts = starts + token * tensor.paging.token_stride_bytes
+    offsets, names = _elements(tensor)
+    key = sum(ord(letter) * 31**i for i, letter in enumerate(f"{tensor.layer}{tensor.part}")) % 65521
+    value = (key * 7 + positions[:, None] * 40503 + names * 9973) % 65521
+    at = (tensor.offset_bytes + starts[:, None] + offsets).reshape(-1)
+    memory[tensor.region][at] = (value % 256).reshape(-1)
+    memory[tensor.region][at + 1] = (value // 256).reshape(-1)
+    return 2 * len(at)
+
+
+def _memory(layout: CacheLayout, fill: int) -> list[Bytes]:
+    return [np.full(region.num_bytes, fill, np.uint8) for region in layout.regions]
+
+
+def _tables(engine: Engine, tokens: int, first_block: int, window: int | None) -> list[BlockTable]:
+    """Blocks in a fixed disorder, each used once; window groups without the blocks that the window has left."""
+    result = []
+    free = iter([(first_block + 7 * i) % engine.config.num_blocks for i in range(engine.config.num_blocks)])
+    for number, tag in enumerate(engine.groups):
+        if tag == "state":
+            result.append(BlockTable(number, tokens, [next(free)]))
+            continue
+        size = engine.config.block_tokens
+        first = max(0, tokens - window) // size if tag == "window" and window else 0
+        count = -(-tokens // size)
+        ids = [next(free) for _ in range(first, count)]
+        result.append(BlockTable(number, first * size, ids))
+    return result
+
+
+def _copy(runs: Runs, far: Bytes, near: Bytes) -> None:
+    for size in np.unique(runs.length):
+        same = runs.length == size
+        step = np.arange(size)
+        near[runs.destination[same][:, None] + step] = far[runs.source[same][:, None] + step]
+
+
+@dataclass
+class Producer:
+    """A filled prefill engine, kept between cases."""
+
+    engine: Engine
+    tables: list[BlockTable]
+    memory: dict[int, list[Bytes]]
+
+
+@lru_cache(maxsize=256)
+def _producer(name: str, config: Config, tokens: int) -> Producer:
+    model = MODELS[name]
+    engine = build(model, config)
+    tables = _tables(engine, tokens, 3, _window(model))
+    memory = {}
+    for layout in engine.ranks:
+        mine = _memory(layout, 17)
+        for tensor in layout.tensors:
+            table = next(t for t in tables if t.group == tensor.group)
+            _write(mine, layout, tensor, table, TokenRange(0, tokens))
+        memory[layout.rank.index] = mine
+    return Producer(engine, tables, memory)
+
+
+@lru_cache(maxsize=256)
+def _consumer(name: str, config: Config) -> Engine:
+    return build(MODELS[name], config)
+
+
+def _window(model: Model) -> int | None:
+    return next((layer.window for layer in model.layers if layer.window), None)
+
+
+def check(name: str, prefill: Config, decode: Config, tokens: int, hits: int = 0) -> str:
+    """Plan and copy for every decode rank. "ok", or why it was refused; AssertionError for a wrong byte."""
+    producer = _producer(name, prefill, tokens)
+    consumer = _consumer(name, decode)
+    tables = _tables(consumer, tokens, 1, _window(MODELS[name]))
+    wanted = TokenRange(hits, tokens)
+    try:
+        for layout in consumer.ranks:
+            near, want = _memory(layout, 101), _memory(layout, 101)
+            moved = enough = 0
+            for edge in pair(producer.engine.ranks, layout).edges:
+                far = producer.memory[edge.source_rank]
+                for runs in plan(edge, producer.tables, tables, wanted):
+                    _copy(runs, far[runs.source_region], near[runs.destination_region])
+                    moved += runs.num_bytes
+            for tensor in layout.tensors:
+                here = next(t for t in tables if t.group == tensor.group)
+                # A window group holds what prefill's table of the same layer holds too, from the later start on.
+                theirs = next(t for t in producer.tables if t.group == producer.engine.group_of[tensor.layer])
+                start = max(hits, theirs.first_token) if layout.groups[tensor.group].kind != "state" else hits
+                enough += _write(want, layout, tensor, here, TokenRange(start, tokens))
+            for have, should in zip(near, want, strict=True):
+                assert (have == should).all(), f"{name} {prefill} {decode} {tokens} {hits}: wrong bytes"
+            assert moved == enough, (
+                f"{name} {prefill} {decode} {tokens} {hits}: {moved} bytes moved; {enough} are enough"
+            )
+    except (IncompatiblePeer, MalformedMessage) as error:
+        return f"refused: {error}"
+    return "ok"
+
+
+@dataclass
+class Matrix:
+    """What was run, table by table."""
+
+    ok: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, answer: str) -> bool:
+        if answer == "ok":
+            self.ok += 1
+            return True
+        self.refused[answer] += 1
+        return False
+
+    def grid(self, title: str, rows: list[str], columns: list[str], cells: Iterator[list[str]]) -> None:
+        width = max(len(column) for column in columns) + 2
+        width = max(width, 8)
+        self.lines += ["", title, " " * 12 + "".join(f"{column:>{width}}" for column in columns)]
+        for row, values in zip(rows, cells, strict=True):
+            self.lines.append(f"{row:12}" + "".join(f"{value:>{width}}" for value in values))
+
+
+BASE = Config(block_tokens=8, num_blocks=80)
+
+
+def parallel(matrix: Matrix, name: str) -> None:
+    """TP x TP and PP x PP; alternately HND to NHD with unequal memory forms, so that nothing lines up by chance."""
+
+    def cells() -> Iterator[list[str]]:
+        for p_tp in TPS:
+            row = []
+            for d_tp in TPS:
+                good = [
+                    matrix.add(
+                        check(
+                            name,
+                            replace(BASE, tp=p_tp, pp=p_pp, memory="pages"),
+                            replace(BASE, tp=d_tp, pp=d_pp, order=AxisOrder.HND, memory="cross", shuffle=7),
+                            37,
+                            hits=5,
+                        )
+                    )
+                    for p_pp, d_pp in itertools.product(PPS, PPS)
+                ]
+                row.append(f"{sum(good)}/{len(good)}")
+            yield row
+
+    matrix.grid(
+        f"{name}: TP of prefill (down) x TP of decode (across); in each field PP x PP in {PPS}",
+        [f"P TP {tp}" for tp in TPS],
+        [f"D TP {tp}" for tp in TPS],
+        cells(),
+    )
+
+
+def blocks(matrix: Matrix, name: str) -> None:
+    """Block sizes squared, NHD/HND squared."""
+
+    def cells() -> Iterator[list[str]]:
+        for p_block in BLOCKS:
+            row = []
+            for d_block in BLOCKS:
+                good = [
+                    matrix.add(
+                        check(
+                            name,
+                            replace(BASE, tp=2, block_tokens=p_block, order=p_order),
+                            replace(BASE, tp=1, block_tokens=d_block, order=d_order, memory="cross"),
+                            150,
+                            hits=0,
+                        )
+                    )
+                    for p_order, d_order in itertools.product(ORDERS, ORDERS)
+                ]
+                row.append(f"{sum(good)}/{len(good)}")
+            yield row
+
+    matrix.grid(
+        f"{name}: block size of prefill (down) x of decode (across); in each field NHD/HND squared",
+        [f"P {size}" for size in BLOCKS],
+        [f"D {size}" for size in BLOCKS],
+        cells(),
+    )
+
+
+def prefixes(matrix: Matrix, name: str) -> None:
+    """D has a prefix of its own: every token of three of its blocks."""
+
+    def cells() -> Iterator[list[str]]:
+        for p_block in BLOCKS:
+            row = []
+            for d_block in BLOCKS:
+                good = [
+                    matrix.add(
+                        check(
+                            name,
+                            replace(BASE, block_tokens=p_block, order=ORDERS[hits % 2]),
+                            replace(BASE, block_tokens=d_block, order=ORDERS[hits // 2 % 2], memory="cross"),
+                            3 * d_block + 3,
+                            hits=hits,
+                        )
+                    )
+                    for hits in range(3 * d_block + 1)
+                ]
+                row.append(f"{sum(good)}/{len(good)}")
+            yield row
+
+    matrix.grid(
+        f"{name}: decode has its own prefix of 0, 1, ... tokens, up to three blocks; block sizes as above",
+        [f"P {size}" for size in BLOCKS],
+        [f"D {size}" for size in BLOCKS],
+        cells(),
+    )
+
+
+PREFIX_MODELS = ("GQA, 3 heads", "full + sliding")
+
+
+def run() -> Matrix:
+    """All of it."""
+    matrix = Matrix()
+    for name in MODELS:
+        parallel(matrix, name)
+    for name in MODELS:
+        blocks(matrix, name)
+    for name in PREFIX_MODELS:
+        prefixes(matrix, name)
+    matrix.lines += ["", f"correct: {matrix.ok}   refused: {sum(matrix.refused.values())}"]
+    matrix.lines += [f"{count:6} x {reason}" for reason, count in matrix.refused.most_common()]
+    return matrix
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(run().lines) + "\n")
