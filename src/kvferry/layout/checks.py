@@ -133,7 +133,7 @@ def check_layout(layout: "CacheLayout") -> None:
     _within("number of tensors", len(layout.tensors), 1, MAX_TENSORS)
     _check_regions_apart(layout.regions)
     seen: set[tuple[str, str]] = set()
-    spans: dict[tuple[int, int], dict[tuple[Span, str], str]] = {}
+    spans: dict[tuple[int, int], dict[tuple[Span, str, str], str]] = {}
     for tensor in layout.tensors:
         where = f"layer {tensor.layer!r} part {tensor.part!r}"
         if (tensor.layer, tensor.part) in seen:
@@ -159,9 +159,9 @@ def check_layout(layout: "CacheLayout") -> None:
                 )
             inner = (count - 1) * stride + inner
         # Layers that share another layer's cache lie exactly on top of it: one entry for all of them.
-        spans.setdefault((tensor.region, tensor.group), {}).setdefault((span, tensor.encoding), where)
+        spans.setdefault((tensor.region, tensor.group), {}).setdefault((span, tensor.encoding, tensor.part), where)
     for (region, _), entries in spans.items():
-        _check_apart([(span, where) for (span, _), where in entries.items()], region)
+        _check_apart([(span, where) for (span, _, _), where in entries.items()], region)
 
 
 def _span(tensor: "Tensor", block_tokens: int) -> Span:

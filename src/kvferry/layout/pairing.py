@@ -158,7 +158,7 @@ def _without_aliases(
 
 def _place(tensor: Tensor) -> object:
     axes = tuple(sorted(tensor.axes, key=lambda axis: axis.name))
-    return (tensor.region, tensor.group, tensor.offset_bytes, tensor.paging, axes, tensor.element_bytes)
+    return (tensor.part, tensor.region, tensor.group, tensor.offset_bytes, tensor.paging, axes, tensor.element_bytes)
 
 
 class _Covers:
