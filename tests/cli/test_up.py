@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -97,6 +98,56 @@ async def test_a_fleet_hands_over_and_one_ctrl_c_ends_it(  # R12, R16, R36
     err = fleet.end(signal.SIGINT, ExitCode.OK)
     assert "[prefill-0]" in err
     assert "all processes have ended" in err
+
+
+async def test_clients_and_workers_that_go_away_leave_nothing_behind(
+    start: Start, tiny: Path, tmp_path: Path
+) -> None:  # R28, R29
+    fleet = Fleet(start, tiny, tmp_path, "--restart", "--lease-ttl", "2", "--lease-renew-every", "0.5")
+    async with aiohttp.ClientSession() as session:
+        view = await (await session.get(f"{fleet.url}/v1/kvferry")).json()
+        prefill, decode = (worker["url"] for worker in view["workers"])
+
+        async with fleet.client() as client:
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.completions.create(model="tiny-llama", prompt="x " * 5000)
+            assert refused.value.code == "context_length_exceeded"
+
+            stream = await client.completions.create(model="tiny-llama", prompt=PROMPT, max_tokens=1500, stream=True)
+            async for _ in stream:
+                break
+            await stream.close()
+        for url in (prefill, decode):
+            await _until_idle(session, url)
+
+        # Prefill dies after it has answered: its parameters name blocks that nobody holds any more.
+        body: dict[str, Any] = {"prompt": PROMPT + " at noon", "max_tokens": 8, "temperature": 0}
+        ticket = {"do_remote_decode": True, "transfer_id": "t-after"}
+        asked = await session.post(f"{prefill}/v1/completions", json={**body, "kv_transfer_params": ticket})
+        params = (await asked.json())["kv_transfer_params"]
+        os.kill(fleet.pids()["prefill-0"], signal.SIGKILL)
+        orphan = await session.post(f"{decode}/v1/completions", json={**body, "kv_transfer_params": params})
+        answer = await orphan.json()
+        assert orphan.status == 200, answer
+        assert answer["kvferry"]["handed_over"] == 0
+        assert answer["kvferry"]["recomputed"] > 0
+        assert answer["kvferry"]["why"]
+        alone = await session.post(f"{decode}/v1/completions", json=body)
+        assert (await alone.json())["choices"][0]["text"] == answer["choices"][0]["text"]
+        await _until_idle(session, decode)
+    fleet.end(signal.SIGINT, ExitCode.OK)
+
+
+async def _until_idle(session: aiohttp.ClientSession, url: str) -> None:
+    """No request runs or waits, and no block is held for a hand-off."""
+    wanted = {"kvferry_open_sequences", "kvferry_engine_running", "kvferry_engine_held_blocks"}
+    async with asyncio.timeout(60):
+        while True:
+            text = await (await session.get(f"{url}/metrics")).text()
+            values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+            if all(float(values[name]) == 0 for name in wanted):
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tiny: Path, tmp_path: Path) -> None:
