@@ -49,7 +49,7 @@ def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySetting
 
     worker = build_worker(WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id))
     try:
-        model_name = args.served_model_name or Path(args.model).stem
+        model_name = args.served_model_name or Path(args.model).name.removesuffix(".gguf")
         settings = ServerSettings(
             model_name=model_name,
             max_model_len=worker.engine.max_model_len,

@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -38,8 +39,9 @@ _MAX_TOP_LOGPROBS = 20
 _SNAPSHOT_WAIT_S = 0.25
 
 
-class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How the HTTP server behaves."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the HTTP server behaves. Out of range: ConfigError with the name and the value."""
 
     model_name: str
     """The name in /v1/models, and in every answer."""

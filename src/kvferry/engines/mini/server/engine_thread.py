@@ -2,7 +2,7 @@
 
 Loop of the thread: take commands (add, abort, calls) -> step -> hand the outputs of the step to the event loop, in one
 call. Without work it waits for a command; while a step brings nothing at once, because only hand-offs are pending, it
-waits a millisecond at most.
+waits a millisecond between steps, and after half a second of that ten.
 """
 
 import asyncio
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 Sink = Callable[[Output | FerryError], None]
 """Takes a request's outputs, on the event loop; an error, or an Output with finish_reason, is the last."""
 T = TypeVar("T")
+
+_PATIENT_AFTER = 500
+"""After so many idle steps in a row the pauses are longer."""
+_PATIENCE = 10
 
 
 class EngineLike(Protocol):
@@ -118,6 +122,7 @@ class EngineThread:
     # ---- on the engine thread ----
 
     def _run(self) -> None:
+        num_idle = 0
         try:
             while not self._stopping:
                 self._wake.clear()
@@ -131,8 +136,12 @@ class EngineThread:
                 if outputs:
                     self._on_loop(self._deliver, outputs)
                 elif time.monotonic() - began_s < self._poll_s:
-                    # A step that computed nothing ends at once: only hand-offs are pending.
-                    self._wake.wait(self._poll_s)
+                    # A step that computed nothing ends at once: only hand-offs are pending. Those that stay so for
+                    # long (a grant that nobody claims, until its lease ends) are not worth a thousand steps a second.
+                    num_idle += 1
+                    self._wake.wait(self._poll_s if num_idle < _PATIENT_AFTER else _PATIENCE * self._poll_s)
+                    continue
+                num_idle = 0
         except Exception as error:
             logger.exception("the engine has failed; this worker serves nothing more")
             self._on_loop(self._fail, f"{type(error).__name__}: {error}")
