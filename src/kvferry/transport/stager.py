@@ -1,16 +1,17 @@
 """Staged transfers of one driver: our own staging memory between a peer's cache and ours, chunk by chunk.
 
 A READ brings a chunk from the peer's cache into staging, then unpacks it; a WRITE packs a chunk, then writes it from
-staging into the peer's cache. The peer does nothing, and needs no staging. Copies run on a thread of their own, so that
-one chunk is unpacked while the next one is on the wire.
+staging into the peer's cache. The peer does nothing, and needs no staging. A second thread copies one chunk while the
+driver's thread moves the next; when the copier is busy, the driver copies too, instead of waiting.
 
 Life of a chunk of a READ:   leased -> reading -> unpacking -> released.
 Life of a chunk of a WRITE:  leased -> packing -> writing   -> released.
 """
 
+import functools
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NewType
@@ -191,13 +192,23 @@ class Stager:
         self._posted[ticket] = chunk
 
     def _copy(self, chunk: _Chunk) -> None:
-        if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry-copier")
         memory, staging = self._memory, self._pool.slice(chunk.lease)
         if chunk.owner.operation is Operation.READ:
-            chunk.copying = self._copier.submit(unpack, chunk.plan.destination, staging, memory)
+            copy = functools.partial(unpack, chunk.plan.destination, staging, memory)
         else:
-            chunk.copying = self._copier.submit(pack, chunk.plan.source, memory, staging)
+            copy = functools.partial(pack, chunk.plan.source, memory, staging)
+        if self._num_copying:
+            # The copier has enough to do: on a loaded machine it may not even run. This thread would only wait.
+            chunk.copying = _done_here(copy)
+        else:
+            if self._copier is None:
+                self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvferry-copier")
+            chunk.copying = self._copier.submit(copy)
+
+    @property
+    def _num_copying(self) -> int:
+        chunks = (chunk for staged in self._open.values() for chunk in staged.chunks)
+        return sum(chunk.copying is not None and not chunk.copying.done() for chunk in chunks)
 
     def _copied(self, chunk: _Chunk) -> None:
         staged = chunk.owner
@@ -247,3 +258,14 @@ class Stager:
         except FerryError as error:
             # The bytes are here and valid; a peer that does not hear of it goes by its lease.
             logger.warning("message after a transfer was lost peer=%s cause=%s", staged.peer, error)
+
+
+def _done_here(copy: Callable[[], None]) -> "Future[None]":
+    future: Future[None] = Future()
+    try:
+        copy()
+    except Exception as error:  # noqa: BLE001  # handled where the future is read, as for a copy of the other thread
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+    return future

@@ -30,15 +30,16 @@ class Lease:
 class StagingPool:
     """`num_bytes` of memory, dealt out first fit. Used by one thread. Memory is allocated by `open`, and zeroed.
 
-    `device`: None for DRAM, else the number of a CUDA device, where the cache is.
+    `device`: None for DRAM, else the number of a CUDA device, where the cache is. `buffer`: flat uint8 memory of that
+    length to use, where it is there already.
     """
 
-    def __init__(self, num_bytes: int, *, device: int | None = None) -> None:
+    def __init__(self, num_bytes: int, *, device: int | None = None, buffer: torch.Tensor | None = None) -> None:
         if num_bytes < _ALIGN:
             raise ConfigError(f"transfer.staging_bytes={num_bytes!r} must be at least {_ALIGN}, or 0 for no staging")
         self.num_bytes = num_bytes - num_bytes % _ALIGN
         self.device = device
-        self._buffer: torch.Tensor | None = None
+        self._buffer = buffer
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)]
         """(offset, length), by offset, never adjacent."""
         self._leases: dict[int, Lease] = {}
