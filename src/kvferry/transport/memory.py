@@ -46,7 +46,7 @@ class MemoryFaults:
     """Called with (from, to, operation) at each post: a hook that loses a peer at just that moment, say."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Transfer:
     ticket: Ticket
     peer: PeerName

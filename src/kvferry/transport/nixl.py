@@ -43,7 +43,7 @@ MAX_METADATA_BYTES = 4 << 20
 _SEAL = b"kvferry-nixl-1:"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Part:
     """One NIXL transfer of a post."""
 
@@ -51,7 +51,7 @@ class _Part:
     ended: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Transfer:
     ticket: Ticket
     peer: PeerName
@@ -62,7 +62,7 @@ class _Transfer:
     """Set by disconnect: parts that have not ended by then are let go."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     regions: tuple[Region, ...]
     outbox: Outbox = field(default_factory=Outbox)

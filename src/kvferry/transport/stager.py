@@ -47,7 +47,7 @@ class StagedDone:
     """The peer is gone."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Chunk:
     owner: "_Staged"
     plan: StagedPlan
@@ -56,7 +56,7 @@ class _Chunk:
     copying: "Future[None] | None" = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Staged:
     id: StagedId
     peer: PeerName
