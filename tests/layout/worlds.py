@@ -70,6 +70,8 @@ class Config:
     """Seed of the order of regions and tensors; 0 leaves them."""
     head_cuts: tuple[int, ...] = ()
     """Uneven split of attention heads over TP ranks; () is the usual one."""
+    turned_states: bool = False
+    """The axes of recurrent states lie in memory the other way round."""
 
 
 @dataclass
@@ -151,6 +153,7 @@ def random_config(rng: random.Random, model: Model, like: Config | None = None) 
         num_blocks=rng.choice((90, 96)) if memory == "pages" else 32,
         shuffle=rng.randrange(1000) * rng.randrange(2),
         head_cuts=cuts,
+        turned_states=rng.random() < 0.5,
     )
 
 
@@ -260,6 +263,12 @@ class _Rank:
         return head_range(heads, self.rank.tp_rank, self.config.tp)
 
     def _parts(self, layer: Layer) -> tuple[StatePart, ...]:
+        parts = self._state_parts(layer)
+        if not self.config.turned_states:
+            return parts
+        return tuple(StatePart(p.part, p.encoding, p.element_bytes, p.axes[::-1]) for p in parts)
+
+    def _state_parts(self, layer: Layer) -> tuple[StatePart, ...]:
         tp_rank, tp = self.rank.tp_rank, self.config.tp
         if layer.kind == "mamba1":
             return mamba1_parts(
@@ -423,6 +432,8 @@ def tables(rng: random.Random, model: Model, engine: Engine, end: int, start: in
             first = first // (size * config.cp * config.cp_run) * (size * config.cp * config.cp_run)
         dealt = -(-(end - first) // (config.cp * config.cp_run)) * config.cp_run
         count = -(-dealt // size) + rng.choice((0, 0, 1))
+        if count > 1 and rng.random() < 0.04:
+            count -= 1
         result.append(BlockTable(number, first, [pool.pop() for _ in range(count)]))
     rng.shuffle(result)
     return result
