@@ -187,6 +187,52 @@ async def test_a_stream_that_breaks_before_its_first_byte_goes_elsewhere() -> No
     assert (response.status, raw, response.headers["x-kvferry-decode"]) == (200, STREAM, "d1")
 
 
+async def test_a_decode_that_does_not_begin_in_time_is_504_naming_it() -> None:
+    d = a_decode(script=hanging)
+    async with fleet(a_prefill(), d, settings=RouterSettings(first_byte_timeout_s=0.05)) as (url, _):
+        response, raw = await post(url, BODY)
+        assert response.status == 504
+        assert "decode d0" in json.loads(raw)["error"]["message"]
+        assert "has not begun to answer in 0.05 s" in json.loads(raw)["error"]["message"]
+        await until(lambda: d.asked[0].cancelled)
+
+
+async def test_a_decode_that_pauses_for_too_long_ends_the_stream_with_an_error() -> None:
+    async def pausing(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(STREAM[:34])
+        return await hanging(request, asked)
+
+    d = a_decode(script=pausing)
+    async with fleet(a_prefill(), d, settings=RouterSettings(between_bytes_timeout_s=0.05)) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": True})
+        assert response.status == 200
+        assert "paused for 0.05 s" in json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
+        await until(lambda: d.asked[0].cancelled)
+
+
+async def test_several_choices_go_to_decode_although_the_first_has_ended() -> None:
+    async def stopped(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return web.json_response({"choices": [{"finish_reason": "stop", "text": ""}]})
+
+    d = a_decode()
+    async with fleet(a_prefill(script=stopped), d) as (url, _):
+        response, _raw = await post(url, {**BODY, "n": 2})
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "first token ended the first choice" in d.asked[0].headers["x-kvferry-why"]
+
+
+async def test_no_more_workers_are_tried_than_allowed() -> None:
+    prefill = [a_prefill(f"p{i}", refusing(500)) for i in range(4)]
+    decode = [a_decode(f"d{i}", refusing(500)) for i in range(4)]
+    async with fleet(*prefill, *decode, settings=RouterSettings(max_attempts=2)) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert response.status == 502
+    assert sum(len(worker.asked) for worker in prefill) == 2
+    assert sum(len(worker.asked) for worker in decode) == 2
+
+
 async def test_push_does_not_leave_decode_waiting_for_a_prefill_that_failed() -> None:
     async def waits_for_kv(request: web.Request, asked: Asked) -> web.StreamResponse:
         handed = asked.body.get("kv_transfer_params")
