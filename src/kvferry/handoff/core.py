@@ -5,6 +5,7 @@ Still no I/O: the driver and the simulator feed it the same events, and carry ou
 
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId
 from kvferry.handoff.decode import DecodeMachine
+from kvferry.handoff.leases import first_of
 from kvferry.handoff.orders import StepOrders, StepReport
 from kvferry.handoff.prefill import PrefillMachine
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
@@ -158,8 +159,7 @@ class RankCore:
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None: never."""
-        first, second = self.prefill.next_deadline_s(), self.decode.next_deadline_s()
-        return second if first is None else first if second is None else min(first, second)
+        return first_of(self.prefill.next_deadline_s(), self.decode.next_deadline_s())
 
     def shut_down(self, now_s: float) -> None:
         """We end: peers are told, and nothing new begins."""

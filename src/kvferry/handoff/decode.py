@@ -14,111 +14,21 @@ A source (one prefill rank of a receive) is WAITING (asked, no answer), ACTIVE (
 (all arrived and confirmed) or QUIET (touches nothing any more).
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from kvferry.handoff.actions import Action, Disconnect, Peer, Ports, Post, PostId, Send
-from kvferry.handoff.leases import Heartbeats, Timers
+from kvferry.handoff.actions import Action, Disconnect, Peer, Ports, PostId, Send
+from kvferry.handoff.holds import Holds
+from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Want
+from kvferry.handoff.receives import Receive, Source, State, claim, confirm, drop, read, register, revoke
 from kvferry.ids import TransferId
-from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.settings import FerrySettings, TransferMode
-from kvferry.transport.base import Operation
-from kvferry.wire.handoff_messages import (
-    MAX_REASON_CHARS,
-    Claim,
-    Confirm,
-    Drop,
-    Fail,
-    Ready,
-    Register,
-    Renew,
-    RenewAck,
-    Revoke,
-    Stopped,
-    Wrote,
-    from_wire,
-    to_wire,
-)
+from kvferry.layout.blocks import TokenRange
+from kvferry.settings import FerrySettings
+from kvferry.wire.handoff_messages import Fail, Ready, Renew, RenewAck, Stopped, Wrote, from_wire
 
 __all__ = ["DecodeMachine"]
 
 _NEVER = float("inf")
-
-
-class _State(Enum):
-    WAITING = auto()
-    ACTIVE = auto()
-    DONE = auto()
-    QUIET = auto()
-
-
-@dataclass(slots=True)
-class _Part:
-    tokens: TokenRange
-    last: bool
-
-
-@dataclass(slots=True)
-class _Source:
-    peer: Peer
-    state: _State
-    heard_s: float
-    """The last sign of life."""
-    asked_s: float
-    """When Claim, Register or Revoke was sent last; they are sent again until answered."""
-    acked_s: float = -_NEVER
-    """Pull: when the last renewal that prefill acknowledged was sent."""
-    lease_s: float = -_NEVER
-    """Pull: until when we may read; nothing before prefill has told how long its grants last."""
-    ttl_s: float = 0.0
-    tables: tuple[BlockTable, ...] = ()
-    ready_stop: int = 0
-    final: bool = False
-    digest: bytes = b""
-    note: bytes = b""
-    arrived: dict[int, int] = field(default_factory=dict)
-    """Parts that are here and don't yet continue `arrived_to`: start to stop."""
-    arrived_to: int = 0
-    # Pull.
-    todo: deque[_Part] = field(default_factory=deque)
-    cut_to: int = 0
-    cut_last: bool = False
-    in_flight: dict[PostId, _Part] = field(default_factory=dict)
-    cut_off: bool = False
-    """The connection was given up while a read was in flight: its bytes may still come, for quarantine_s."""
-    safe_s: float = -_NEVER
-    # Push.
-    parts: set[int] = field(default_factory=set)
-    num_parts: int = 0
-
-    @property
-    def over(self) -> bool:
-        return not self.in_flight and (self.state is _State.DONE or self.state is _State.QUIET)
-
-
-@dataclass(slots=True)
-class _Receive:
-    want: Want
-    begun_s: float
-    deadline_s: float
-    sources: dict[int, _Source] = field(default_factory=dict)
-    failed: str | None = None
-    arrived: TokenRange | None = None
-    cut_s: float = _NEVER
-    """After a failure: reads that are still in flight then are cut off."""
-    report_s: float = _NEVER
-    """After a failure: it is reported then at the latest."""
-    reported: bool = False
-    num_bytes: int = 0
-    num_runs: int = 0
-    verified_cells: int = 0
-
-    @property
-    def pull(self) -> bool:
-        return self.want.mode is TransferMode.PULL
 
 
 class DecodeMachine:
@@ -138,17 +48,15 @@ class DecodeMachine:
         whole_prefix: bool = True,
     ) -> None:
         self._lease = settings.lease
-        self._hold_s = settings.transfer.deadline_s
         self._ports = ports
         self._ranks_of = ranks_of
         self._num_ranks = num_ranks
         self._whole_prefix = whole_prefix
-        self._receives: dict[TransferId, _Receive] = {}
-        self._holds: dict[TransferId, tuple[Sequence[Peer], float]] = {}
+        self._receives: dict[TransferId, Receive] = {}
         self._beats = Heartbeats(settings.lease, from_decode=True)
+        self._holds = Holds(self._beats, settings.transfer.deadline_s)
         self._timers: Timers[TransferId] = Timers()
-        self._hold_timers: Timers[TransferId] = Timers()
-        self._posts: dict[PostId, tuple[_Receive, _Source]] = {}
+        self._posts: dict[PostId, tuple[Receive, Source]] = {}
         self._num_posts = 0
         self.actions: list[Action] = []
         self.landed: list[Landed] = []
@@ -161,24 +69,15 @@ class DecodeMachine:
 
     def hold(self, order: Hold, now_s: float) -> None:
         """The request waits in our queue: renew prefill's grant."""
-        if order.transfer in self._receives:
-            return
-        held = self._holds.get(order.transfer)
-        if held is None:
-            peers = self._ranks_of(order.engine, order.incarnation) or ()
-            for peer in peers:
-                self._beats.add(peer, order.transfer, now_s)
-            self._hold_timers.set(order.transfer, now_s + self._hold_s)
-        else:
-            peers = held[0]
-        self._holds[order.transfer] = (peers, now_s + self._hold_s)
+        if order.transfer not in self._receives:
+            self._holds.keep(order.transfer, self._ranks_of(order.engine, order.incarnation) or (), now_s)
 
     def want(self, order: Want, now_s: float) -> None:
         """Begin a receive. An unknown peer fails it at once; an empty want lands at once."""
         if order.transfer in self._receives:
             self.num_ignored += 1
             return
-        self._end_hold(order.transfer)
+        self._holds.end(order.transfer)
         peers = self._ranks_of(order.engine, order.incarnation)
         if peers is None:
             reason = f"prefill engine {order.engine!r} is not known, or has restarted"
@@ -186,10 +85,10 @@ class DecodeMachine:
             self.failed.append(Failed(order.transfer, order.request, reason, nothing))
             self.released.append(order.transfer)
             return
-        receive = _Receive(order, now_s, now_s + order.deadline_s)
+        receive = Receive(order, now_s, now_s + order.deadline_s)
         self._receives[order.transfer] = receive
         for peer in peers:
-            source = _Source(peer, _State.WAITING, now_s, now_s)
+            source = Source(peer, State.WAITING, now_s, now_s)
             source.arrived_to = source.cut_to = order.wanted.start
             if len(order.wanted) and self._ports.owes(peer):
                 receive.sources[peer.rank] = source
@@ -210,7 +109,7 @@ class DecodeMachine:
             receive.reported = True
             self._fail(receive, f"cancelled: {order.reason}", now_s)
             return
-        self._end_hold(order.transfer)
+        self._holds.end(order.transfer)
         for peer in self._ranks_of(order.engine, order.incarnation) or ():
             self._drop(order.transfer, peer, order.reason)
 
@@ -228,25 +127,23 @@ class DecodeMachine:
         if found is None:
             return
         receive, source = found
-        if receive.failed is not None or not receive.pull or source.state not in (_State.WAITING, _State.ACTIVE):
+        if receive.failed is not None or not receive.pull or source.state not in (State.WAITING, State.ACTIVE):
             return
         source.heard_s = now_s
         if message.ack:
-            sent_s = self._beats.claim_acked(peer.name, message.ack)
-            if sent_s is not None:
-                source.acked_s = max(source.acked_s, sent_s)
+            source.acked_s = max(source.acked_s, self._beats.claim_acked(peer.name, message.ack))
         source.ttl_s = message.ttl_s
         source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
         if message.start > receive.want.wanted.start:
             want = receive.want.wanted
             self._fail(receive, f"prefill has tokens from {message.start}, {want.start} was asked for", now_s)
             return
-        source.state = _State.ACTIVE
+        source.state = State.ACTIVE
         self._beats.add(peer, receive.want.transfer, now_s, message.ttl_s)
         if not source.final and (message.final or message.stop >= source.ready_stop):
             source.tables, source.ready_stop, source.final = from_wire(message.tables), message.stop, message.final
             source.digest, source.note = message.digest, message.note
-            self._cut(receive, source)
+            source.cut(receive.want, self._ports, self._lease.ttl_s)
         self._pump(receive, source, now_s, urge=True)
         self._look(receive, now_s)
 
@@ -259,6 +156,9 @@ class DecodeMachine:
         if receive.pull or source.over or message.part in source.parts:
             self.num_ignored += 1
             return
+        if not message.owes:
+            self._fail(receive, f"prefill rank {peer.rank} says that it has nothing for us", now_s)
+            return
         source.parts.add(message.part)
         if receive.failed is None:
             source.heard_s = now_s
@@ -268,10 +168,10 @@ class DecodeMachine:
             source.num_parts, source.final, source.ready_stop = message.parts, True, message.stop
             source.digest, source.note = message.digest, message.note
         else:
-            self._arrive(source, message.start, message.stop)
+            source.arrive(message.start, message.stop)
         if len(source.parts) == source.num_parts:
             if message.parts and message.start > receive.want.wanted.start:
-                source.state = _State.QUIET
+                source.state = State.QUIET
                 self._fail(receive, f"prefill has tokens from {message.start} only", now_s)
             else:
                 self._source_complete(receive, source, now_s)
@@ -283,10 +183,10 @@ class DecodeMachine:
         if found is None:
             return
         receive, source = found
-        if source.state is _State.DONE:
+        if source.state is State.DONE:
             return
         if message.quiet and not receive.pull:
-            source.state = _State.QUIET
+            source.state = State.QUIET
         self._fail(receive, message.reason, now_s)
 
     def stopped(self, peer: Peer, message: Stopped, now_s: float) -> None:
@@ -295,8 +195,8 @@ class DecodeMachine:
         if found is None:
             return
         receive, source = found
-        if source.state is not _State.DONE and not receive.pull:
-            source.state = _State.QUIET
+        if source.state is not State.DONE and not receive.pull:
+            source.state = State.QUIET
             self._fail(receive, "prefill has stopped", now_s)
 
     def renew(self, peer: Peer, message: Renew, now_s: float) -> None:
@@ -316,8 +216,8 @@ class DecodeMachine:
                 ended.append(name)
                 continue
             source.heard_s = now_s
-            if source.state is _State.WAITING:
-                source.state = _State.ACTIVE
+            if source.state is State.WAITING:
+                source.state = State.ACTIVE
                 self._look(receive, now_s)
         ack = RenewAck(to=peer.incarnation, seq=message.seq, to_decode=False, ended=tuple(ended))
         self.actions.append(Send(peer, ack))
@@ -340,7 +240,7 @@ class DecodeMachine:
                 if source.ttl_s:
                     source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
                 self._pump(receive, source, now_s, urge=False)
-            elif source.state is _State.ACTIVE:
+            elif source.state is State.ACTIVE:
                 source.acked_s = source.lease_s = -_NEVER
                 self._fail(receive, "prefill has ended the grant", now_s)
 
@@ -374,7 +274,7 @@ class DecodeMachine:
         elif now_s >= source.lease_s:
             self._fail(receive, "the lease ended while a read was in flight", now_s)
         else:
-            self._arrive(source, part.tokens.start, part.tokens.stop)
+            source.arrive(part.tokens.start, part.tokens.stop)
             if receive.failed is None and source.cut_last and not source.todo and not source.in_flight:
                 self._source_complete(receive, source, now_s)
         self._look(receive, now_s)
@@ -395,19 +295,13 @@ class DecodeMachine:
             receive = self._receives.get(transfer)
             if receive is not None:
                 self._look(receive, now_s)
-        for transfer in self._hold_timers.pop_due(now_s):
-            expires_s = self._holds[transfer][1]
-            if now_s >= expires_s:
-                self._end_hold(transfer)
-            else:
-                self._hold_timers.set(transfer, expires_s)
+        self._holds.tick(now_s)
         for peer, renew in self._beats.tick(now_s):
             self.actions.append(Send(peer, renew))
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do."""
-        times = (self._timers.next_s(), self._hold_timers.next_s(), self._beats.next_s())
-        return min((at for at in times if at is not None), default=None)
+        return first_of(self._timers.next_s(), self._holds.next_s(), self._beats.next_s())
 
     @property
     def num_open(self) -> int:
@@ -417,15 +311,11 @@ class DecodeMachine:
     @property
     def quarantined_blocks(self) -> int:
         """Blocks of failed and cancelled receives that somebody might still write to."""
-        return sum(
-            sum(len(table.block_ids) for table in receive.want.tables)
-            for receive in self._receives.values()
-            if receive.failed is not None
-        )
+        return sum(receive.num_blocks for receive in self._receives.values() if receive.failed is not None)
 
     # ---- inside
 
-    def _find(self, peer: Peer, transfer: str) -> tuple[_Receive, _Source] | None:
+    def _find(self, peer: Peer, transfer: str) -> tuple[Receive, Source] | None:
         receive = self._receives.get(TransferId(transfer))
         source = None if receive is None else receive.sources.get(peer.rank)
         if receive is None or source is None or source.peer != peer:
@@ -433,81 +323,31 @@ class DecodeMachine:
             return None
         return receive, source
 
-    def _ask(self, receive: _Receive, source: _Source, now_s: float) -> None:
-        want, peer = receive.want, source.peer
+    def _ask(self, receive: Receive, source: Source, now_s: float) -> None:
+        """Claim or register; also again, while nothing was heard."""
         source.asked_s = now_s
-        message: Claim | Register
         if receive.pull:
-            message = Claim(
-                to=peer.incarnation,
-                transfer=want.transfer,
-                ranks=self._num_ranks,
-                start=want.wanted.start,
-                stop=want.wanted.stop,
-                seq=self._beats.note_sent(peer, want.transfer, now_s),
-            )
+            seq = self._beats.note_sent(source.peer, receive.want.transfer, now_s)
+            self.actions.append(Send(source.peer, claim(receive.want, source.peer, self._num_ranks, seq)))
         else:
-            message = Register(
-                to=peer.incarnation,
-                transfer=want.transfer,
-                ranks=self._num_ranks,
-                start=want.wanted.start,
-                stop=want.wanted.stop,
-                tables=to_wire(want.tables),
-                ttl_s=self._lease.ttl_s,
-            )
-        self.actions.append(Send(peer, message))
+            request = register(receive.want, source.peer, self._num_ranks, self._lease.ttl_s)
+            self.actions.append(Send(source.peer, request))
 
-    def _confirm(self, receive: _Receive, peer: Peer) -> None:
-        confirm = Confirm(to=peer.incarnation, transfer=receive.want.transfer, ranks=self._num_ranks)
-        self.actions.append(Send(peer, confirm))
+    def _confirm(self, receive: Receive, peer: Peer) -> None:
+        self.actions.append(Send(peer, confirm(receive.want.transfer, peer, self._num_ranks)))
 
     def _drop(self, transfer: TransferId, peer: Peer, reason: str) -> None:
-        reason = reason[:MAX_REASON_CHARS]
-        drop = Drop(to=peer.incarnation, transfer=transfer, ranks=self._num_ranks, reason=reason)
-        self.actions.append(Send(peer, drop))
+        self.actions.append(Send(peer, drop(transfer, peer, self._num_ranks, reason)))
 
-    def _revoke(self, receive: _Receive, source: _Source, now_s: float) -> None:
+    def _revoke(self, receive: Receive, source: Source, now_s: float) -> None:
         source.asked_s = now_s
-        revoke = Revoke(
-            to=source.peer.incarnation,
-            transfer=receive.want.transfer,
-            ranks=self._num_ranks,
-            reason=(receive.failed or "")[:MAX_REASON_CHARS],
-        )
-        self.actions.append(Send(source.peer, revoke))
+        reason = receive.failed or ""
+        self.actions.append(Send(source.peer, revoke(receive.want.transfer, source.peer, self._num_ranks, reason)))
 
-    def _end_hold(self, transfer: TransferId) -> None:
-        held = self._holds.pop(transfer, None)
-        if held is not None:
-            self._hold_timers.clear(transfer)
-            for peer in held[0]:
-                self._beats.remove(peer, transfer)
-
-    def _cut(self, receive: _Receive, source: _Source) -> None:
-        """Pull: cut what has become ready into parts that are short beside the lease."""
-        if source.cut_last:
-            return
-        unit = max(1, self._ports.unit_tokens(source.peer))
-        stop = max(source.cut_to, min(source.ready_stop, receive.want.wanted.stop))
-        if not source.final:
-            stop = max(source.cut_to, stop // unit * unit)
-        longest = max(1, stop - source.cut_to)
-        while longest > unit and self._ports.write_s(source.peer, longest) > self._lease.ttl_s / 4:
-            longest = max(unit, longest // 2 // unit * unit)
-        while source.cut_to < stop or source.final:
-            upto = min(stop, source.cut_to + longest)
-            last = source.final and upto == stop
-            source.todo.append(_Part(TokenRange(source.cut_to, upto), last))
-            source.cut_to = upto
-            if last:
-                source.cut_last = True
-                break
-
-    def _pump(self, receive: _Receive, source: _Source, now_s: float, *, urge: bool) -> None:
+    def _pump(self, receive: Receive, source: Source, now_s: float, *, urge: bool) -> None:
         """Pull: start the reads that our lease covers."""
         want = receive.want
-        while source.todo and receive.failed is None and source.state is _State.ACTIVE:
+        while source.todo and receive.failed is None and source.state is State.ACTIVE:
             if now_s >= source.lease_s:
                 if urge:
                     self._beats.urge(source.peer, want.transfer, now_s)
@@ -517,43 +357,21 @@ class DecodeMachine:
             post = PostId(2 * self._num_posts + 1)
             source.in_flight[post] = part
             self._posts[post] = (receive, source)
-            self.actions.append(
-                Post(
-                    post=post,
-                    peer=source.peer,
-                    operation=Operation.READ,
-                    transfer=want.transfer,
-                    local=want.tables,
-                    remote=source.tables,
-                    tokens=part.tokens,
-                    whole=TokenRange(want.wanted.start, min(want.wanted.stop, source.ready_stop))
-                    if part.last
-                    else None,
-                    not_after_s=source.lease_s,
-                )
-            )
+            self.actions.append(read(want, source, part, post))
 
-    def _arrive(self, source: _Source, start: int, stop: int) -> None:
-        source.arrived[start] = max(stop, source.arrived.get(start, 0))
-        while source.arrived_to in source.arrived:
-            after = source.arrived.pop(source.arrived_to)
-            if after <= source.arrived_to:
-                break
-            source.arrived_to = after
-
-    def _source_complete(self, receive: _Receive, source: _Source, now_s: float) -> None:
+    def _source_complete(self, receive: Receive, source: Source, now_s: float) -> None:
         """All parts of one prefill rank are here: check them, tell it, and see whether that was the last one."""
         want = receive.want
         stop = min(want.wanted.stop, source.ready_stop)
-        source.state = _State.DONE if receive.failed is None else _State.QUIET
+        source.state = State.DONE if receive.failed is None else State.QUIET
         if receive.failed is not None:
             return
         if source.digest and stop > want.wanted.start:
             tokens = TokenRange(want.wanted.start, stop)
             cells = self._ports.check(want.transfer, source.peer, want.tables, tokens, source.digest)
             if cells < 0:
-                self._whole_prefix_lost(receive)
-                source.state = _State.ACTIVE if receive.pull else _State.QUIET
+                receive.arrived = TokenRange(want.wanted.start, want.wanted.start)
+                source.state = State.ACTIVE if receive.pull else State.QUIET
                 self._fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
                 return
             receive.verified_cells += cells
@@ -561,40 +379,26 @@ class DecodeMachine:
         self._confirm(receive, source.peer)
         if receive.pull:
             self._beats.remove(source.peer, want.transfer)
-        if all(other.state is _State.DONE for other in receive.sources.values()):
+        if all(other.state is State.DONE for other in receive.sources.values()):
             if len({other.ready_stop for other in receive.sources.values()}) > 1:
                 self._fail(receive, "prefill ranks disagree on how many tokens there are", now_s)
             else:
                 self._land(receive, now_s)
 
-    def _whole_prefix_lost(self, receive: _Receive) -> None:
-        receive.arrived = TokenRange(receive.want.wanted.start, receive.want.wanted.start)
-
-    def _land(self, receive: _Receive, now_s: float) -> None:
+    def _land(self, receive: Receive, now_s: float) -> None:
         want, sources = receive.want, list(receive.sources.values())
         stop = min((source.arrived_to for source in sources), default=want.wanted.stop)
         note = next((source.note for source in sources if source.note), b"")
         self._forget(receive)
-        self.landed.append(
-            Landed(
-                transfer=want.transfer,
-                request=want.request,
-                arrived=TokenRange(want.wanted.start, stop),
-                num_bytes=receive.num_bytes,
-                num_runs=receive.num_runs,
-                transfer_s=now_s - receive.begun_s,
-                verified_cells=receive.verified_cells,
-                note=note,
-            )
-        )
+        self.landed.append(receive.as_landed(stop, note, now_s))
 
-    def _forget(self, receive: _Receive) -> None:
+    def _forget(self, receive: Receive) -> None:
         del self._receives[receive.want.transfer]
         self._timers.clear(receive.want.transfer)
         for source in receive.sources.values():
             self._beats.remove(source.peer, receive.want.transfer)
 
-    def _fail(self, receive: _Receive, reason: str, now_s: float) -> None:
+    def _fail(self, receive: Receive, reason: str, now_s: float) -> None:
         """End it without its bytes. Nothing new is started; what is in flight is waited for."""
         if receive.failed is None:
             receive.failed = reason
@@ -602,13 +406,13 @@ class DecodeMachine:
             receive.report_s = min(receive.cut_s, max(receive.deadline_s, now_s))
             for source in receive.sources.values():
                 source.todo.clear()
-                if not receive.pull and source.state is not _State.DONE:
+                if not receive.pull and source.state is not State.DONE:
                     self._revoke(receive, source, now_s)
-                    if source.state is _State.WAITING:
-                        source.state = _State.QUIET  # it never had a lease: it cannot have written
+                    if source.state is State.WAITING:
+                        source.state = State.QUIET  # it never had a lease: it cannot have written
         self._look(receive, now_s)
 
-    def _look(self, receive: _Receive, now_s: float) -> None:
+    def _look(self, receive: Receive, now_s: float) -> None:
         """Look at everything that time or an event may have ended; set the next deadline."""
         transfer = receive.want.transfer
         if self._receives.get(transfer) is not receive:
@@ -618,7 +422,7 @@ class DecodeMachine:
         else:
             self._look_failed(receive, now_s)
 
-    def _look_alive(self, receive: _Receive, now_s: float) -> None:
+    def _look_alive(self, receive: Receive, now_s: float) -> None:
         ttl_s, again_s = self._lease.ttl_s, self._lease.renew_every_s
         due_s = receive.deadline_s
         if now_s >= receive.deadline_s:
@@ -632,7 +436,7 @@ class DecodeMachine:
                 self._fail(receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s)
                 return
             due_s = min(due_s, source.heard_s + ttl_s)
-            if source.state is _State.WAITING:
+            if source.state is State.WAITING:
                 if now_s >= source.asked_s + again_s:
                     if receive.pull:
                         self._beats.add(source.peer, transfer=receive.want.transfer, now_s=now_s)
@@ -640,7 +444,7 @@ class DecodeMachine:
                 due_s = min(due_s, source.asked_s + again_s)
         self._timers.set(receive.want.transfer, due_s)
 
-    def _look_failed(self, receive: _Receive, now_s: float) -> None:
+    def _look_failed(self, receive: Receive, now_s: float) -> None:
         want, due_s = receive.want, _NEVER
         in_flight = over = 0
         for source in receive.sources.values():
@@ -655,7 +459,8 @@ class DecodeMachine:
         if not receive.reported and (not in_flight or now_s >= receive.report_s):
             receive.reported = True
             assert receive.failed is not None, "only a failed receive is reported as failed"
-            self.failed.append(Failed(want.transfer, want.request, receive.failed, self._arrived(receive)))
+            arrived = receive.what_arrived(whole_prefix=self._whole_prefix)
+            self.failed.append(Failed(want.transfer, want.request, receive.failed, arrived))
         if over == len(receive.sources):
             self._forget(receive)
             self.released.append(want.transfer)
@@ -668,19 +473,19 @@ class DecodeMachine:
         if due_s < _NEVER:
             self._timers.set(want.transfer, due_s)
 
-    def _wind_down(self, receive: _Receive, source: _Source, now_s: float) -> float:
+    def _wind_down(self, receive: Receive, source: Source, now_s: float) -> float:
         """One source of a failed receive with no read in flight; when to look again."""
         if receive.pull:
             if now_s < source.safe_s:
                 return source.safe_s
-            source.state = _State.QUIET
+            source.state = State.QUIET
             self._drop(receive.want.transfer, source.peer, receive.failed or "")
             self._beats.remove(source.peer, receive.want.transfer)
             return _NEVER
         ends_s = source.heard_s + self._lease.ttl_s
         safe_s = ends_s + self._lease.quarantine_s
         if now_s >= safe_s:
-            source.state = _State.QUIET
+            source.state = State.QUIET
             return _NEVER
         if now_s >= ends_s:
             # It has not answered, and may stand still with a write in flight: our end of the connection goes, where
@@ -693,11 +498,3 @@ class DecodeMachine:
         if now_s >= source.asked_s + self._lease.renew_every_s:
             self._revoke(receive, source, now_s)
         return min(ends_s, source.asked_s + self._lease.renew_every_s)
-
-    def _arrived(self, receive: _Receive) -> TokenRange:
-        """What of a failed hand-off is here from every prefill rank."""
-        start = receive.want.wanted.start
-        if receive.arrived is not None or not self._whole_prefix:
-            return receive.arrived or TokenRange(start, start)
-        stop = min((source.arrived_to for source in receive.sources.values()), default=start)
-        return TokenRange(start, max(start, min(stop, receive.want.wanted.stop)))

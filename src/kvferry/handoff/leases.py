@@ -15,11 +15,16 @@ from kvferry.ids import PeerName, TransferId
 from kvferry.settings import LeaseSettings
 from kvferry.wire.handoff_messages import MAX_RENEWED, Renew, RenewAck
 
-__all__ = ["Heartbeats", "Timers"]
+__all__ = ["Heartbeats", "Timers", "first_of"]
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 _MAX_UNACKED = 64
+
+
+def first_of(*times_s: float | None) -> float | None:
+    """The earliest; None: never."""
+    return min((at_s for at_s in times_s if at_s is not None), default=None)
 
 
 class Timers(Generic[KeyT]):
@@ -158,10 +163,10 @@ class Heartbeats:
         """When the acknowledged renewal was sent, and what of it goes on; None for an answer to nothing of ours."""
         return self._match(peer, ack.seq)
 
-    def claim_acked(self, peer: PeerName, seq: int) -> float | None:
-        """When the claim with this number was sent."""
+    def claim_acked(self, peer: PeerName, seq: int) -> float:
+        """When the claim with this number was sent; minus infinity if that is none of ours."""
         matched = self._match(peer, seq)
-        return None if matched is None else matched[0]
+        return float("-inf") if matched is None else matched[0]
 
     def _match(self, peer: PeerName, seq: int) -> tuple[float, tuple[TransferId, ...]] | None:
         beat = self._beats.get(peer)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from kvferry.errors import MalformedMessage, PeerLost, TransferError
 from kvferry.handoff.actions import Post, PostId
 from kvferry.handoff.links import Flow, Link
@@ -13,7 +11,7 @@ from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.pairing import Edge
 from kvferry.layout.planning import plan
 from kvferry.transport.base import Completion, Operation, Ticket, Transport
-from kvferry.wire.handoff_messages import encode_message
+from kvferry.wire.handoff_messages import encode_message, with_size
 
 __all__ = ["DirectMover", "Moved", "Mover", "runs_of"]
 
@@ -95,7 +93,7 @@ class DirectMover:
             part.num_bytes = sum(int(some.length.sum()) for some in runs)
             message = b""
             if post.message is not None:
-                told = msgspec.structs.replace(post.message, num_bytes=part.num_bytes, num_runs=part.num_runs)
+                told = with_size(post.message, part.num_bytes, part.num_runs)
                 message = encode_message(told)
             if not runs:
                 if message:

@@ -13,24 +13,21 @@ Pull: we are the grantor, its lease counts from what we received. Push: we are t
 counts from what we sent; no write starts that could outlive it.
 """
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import OrderedDict
 
-from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, Post, PostId, Send
-from kvferry.handoff.leases import Heartbeats, Timers
+from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
+from kvferry.handoff.grants import Consumer, ConsumerState, Grant, ready, write
+from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Offer, Withdraw
-from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
-from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.ids import PeerName, TransferId
+from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
-from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import (
     MAX_REASON_CHARS,
     Claim,
     Confirm,
     Drop,
     Fail,
-    Ready,
     Register,
     Renew,
     RenewAck,
@@ -38,65 +35,11 @@ from kvferry.wire.handoff_messages import (
     Stopped,
     Wrote,
     from_wire,
-    to_wire,
 )
 
 __all__ = ["PrefillMachine"]
 
 _NEVER = float("inf")
-
-
-class _State(Enum):
-    ACTIVE = auto()
-    DONE = auto()
-    GONE = auto()
-
-
-@dataclass(slots=True)
-class _Part:
-    index: int
-    tokens: TokenRange
-    last: bool
-
-
-@dataclass(slots=True)
-class _Consumer:
-    peer: Peer
-    push: bool
-    state: _State
-    start: int = 0
-    stop: int = 0
-    until_s: float = -_NEVER
-    """It is gone when nothing was heard by then."""
-    seq: int = 0
-    tables: tuple[BlockTable, ...] = ()
-    ttl_s: float = 0.0
-    lease_s: float = -_NEVER
-    """Push: until when we may write; minus infinity until a renewal was acknowledged."""
-    todo: deque[_Part] = field(default_factory=deque)
-    num_parts: int = 0
-    cut_to: int = 0
-    cut_last: bool = False
-    in_flight: dict[PostId, _Part] = field(default_factory=dict)
-    stopping: bool = False
-    """Stopped is owed when the last write has ended."""
-    cut_off: bool = False
-
-
-@dataclass(slots=True)
-class _Grant:
-    transfer: TransferId
-    base_s: float
-    """Awaited: it is forgotten then. Final: for decode ranks that never came."""
-    offered: bool = False
-    final: bool = False
-    withdrawn: str | None = None
-    tables: tuple[BlockTable, ...] = ()
-    ready: TokenRange = field(default_factory=lambda: TokenRange(0, 0))
-    note: bytes = b""
-    owner: tuple[EngineId, Incarnation] | None = None
-    ranks: int = 0
-    consumers: dict[int, _Consumer] = field(default_factory=dict)
 
 
 class PrefillMachine:
@@ -107,7 +50,7 @@ class PrefillMachine:
         self._deadline_s = settings.transfer.deadline_s
         self._ports = ports
         self._limits = limits or MachineLimits()
-        self._grants: dict[TransferId, _Grant] = {}
+        self._grants: dict[TransferId, Grant] = {}
         self._ended: OrderedDict[TransferId, str] = OrderedDict()
         self._beats = Heartbeats(settings.lease, from_decode=False)
         self._timers: Timers[TransferId] = Timers()
@@ -127,7 +70,7 @@ class PrefillMachine:
         """More of a transfer is computed. After a withdrawal it changes nothing."""
         grant = self._grants.get(order.transfer)
         if grant is None:
-            grant = self._grants[order.transfer] = _Grant(order.transfer, _NEVER)
+            grant = self._grants[order.transfer] = Grant(order.transfer, _NEVER)
         elif grant.withdrawn is not None or grant.final:
             return
         elif not grant.offered:
@@ -136,7 +79,7 @@ class PrefillMachine:
         grant.base_s = now_s + self._lease.ttl_s if order.final else _NEVER
         grant.tables, grant.ready, grant.final, grant.note = order.tables, order.ready, order.final, order.note
         for consumer in list(grant.consumers.values()):
-            if consumer.state is _State.ACTIVE:
+            if consumer.state is ConsumerState.ACTIVE:
                 self._progress(grant, consumer, now_s)
         self._settle(grant, now_s)
 
@@ -155,7 +98,7 @@ class PrefillMachine:
             grant.offered = True
         grant.withdrawn = order.reason or "withdrawn"
         for consumer in grant.consumers.values():
-            if consumer.state is _State.ACTIVE:
+            if consumer.state is ConsumerState.ACTIVE:
                 self._fail(grant, consumer, f"prefill withdrew it: {grant.withdrawn}")
         self._settle(grant, now_s)
 
@@ -173,11 +116,11 @@ class PrefillMachine:
             return
         consumer = grant.consumers.get(peer.rank)
         if consumer is None:
-            consumer = self._join(grant, peer, push=False, state=_State.ACTIVE)
+            consumer = self._join(grant, peer, push=False, state=ConsumerState.ACTIVE)
             consumer.start, consumer.stop = message.start, message.stop
-        if consumer.state is _State.GONE or grant.withdrawn is not None:
+        if consumer.state is ConsumerState.GONE or grant.withdrawn is not None:
             self._refuse(peer, message.transfer, grant.withdrawn or "its claim has ended")
-        elif consumer.state is _State.ACTIVE and not consumer.push:
+        elif consumer.state is ConsumerState.ACTIVE and not consumer.push:
             consumer.until_s = max(consumer.until_s, now_s + self._lease.ttl_s)
             consumer.seq = message.seq
             self._progress(grant, consumer, now_s)
@@ -190,10 +133,10 @@ class PrefillMachine:
             return
         consumer = grant.consumers.get(peer.rank)
         if consumer is not None:
-            if consumer.state is _State.ACTIVE and consumer.lease_s < now_s:
+            if consumer.state is ConsumerState.ACTIVE and consumer.lease_s < now_s:
                 self._beats.urge(peer, grant.transfer, now_s)
             return
-        consumer = self._join(grant, peer, push=True, state=_State.ACTIVE)
+        consumer = self._join(grant, peer, push=True, state=ConsumerState.ACTIVE)
         consumer.start, consumer.stop = message.start, message.stop
         consumer.cut_to = message.start
         consumer.tables, consumer.ttl_s = from_wire(message.tables), message.ttl_s
@@ -213,21 +156,23 @@ class PrefillMachine:
 
     def confirm(self, peer: Peer, message: Confirm, now_s: float) -> None:
         """A decode rank is done with us; it may never have claimed (a full prefix hit)."""
-        self._leave(peer, message, _State.DONE, now_s)
+        self._leave(peer, message, ConsumerState.DONE, now_s)
 
     def drop(self, peer: Peer, message: Drop, now_s: float) -> None:
         """Pull: a decode rank gives up; it reads no more."""
-        self._leave(peer, message, _State.GONE, now_s)
+        self._leave(peer, message, ConsumerState.GONE, now_s)
 
     def revoke(self, peer: Peer, message: Revoke, now_s: float) -> None:
         """Push: a decode rank takes its blocks back; it hears Stopped when nothing of ours is in flight."""
-        consumer = self._leave(peer, message, _State.GONE, now_s)
+        consumer = self._leave(peer, message, ConsumerState.GONE, now_s)
         if consumer is not None and consumer.in_flight:
             consumer.stopping = True
         else:
             self.actions.append(Send(peer, Stopped(to=peer.incarnation, transfer=message.transfer)))
 
-    def _leave(self, peer: Peer, message: Confirm | Drop | Revoke, state: _State, now_s: float) -> _Consumer | None:
+    def _leave(
+        self, peer: Peer, message: Confirm | Drop | Revoke, state: ConsumerState, now_s: float
+    ) -> Consumer | None:
         transfer = TransferId(message.transfer)
         if transfer in self._ended:
             return None
@@ -237,7 +182,7 @@ class PrefillMachine:
         consumer = grant.consumers.get(peer.rank)
         if consumer is None:
             consumer = self._join(grant, peer, push=False, state=state)
-        elif consumer.state is _State.ACTIVE:
+        elif consumer.state is ConsumerState.ACTIVE:
             self._leave_as(grant, consumer, state)
         self._settle(grant, now_s)
         return consumer
@@ -256,7 +201,7 @@ class PrefillMachine:
                 continue
             consumer = grant.consumers.get(peer.rank)
             if consumer is not None:
-                if consumer.push or consumer.state is not _State.ACTIVE:
+                if consumer.push or consumer.state is not ConsumerState.ACTIVE:
                     ended.append(name)
                     continue
                 consumer.until_s = until_s
@@ -275,10 +220,10 @@ class PrefillMachine:
         for transfer in transfers:
             grant = self._grants.get(transfer)
             consumer = None if grant is None else grant.consumers.get(peer.rank)
-            if grant is None or consumer is None or consumer.state is not _State.ACTIVE or consumer.peer != peer:
+            if grant is None or consumer is None or consumer.state is not ConsumerState.ACTIVE or consumer.peer != peer:
                 continue
             if transfer in message.ended:
-                self._leave_as(grant, consumer, _State.GONE)
+                self._leave_as(grant, consumer, ConsumerState.GONE)
             else:
                 consumer.lease_s = max(consumer.lease_s, self._beats.held_s(sent_s, consumer.ttl_s))
                 consumer.until_s = consumer.lease_s
@@ -295,7 +240,7 @@ class PrefillMachine:
         grant = self._grants[key[0]]
         consumer = grant.consumers[key[1]]
         part = consumer.in_flight.pop(post)
-        if consumer.state is _State.ACTIVE:
+        if consumer.state is ConsumerState.ACTIVE:
             if not started:
                 consumer.todo.appendleft(part)
                 self._pump(grant, consumer, now_s, urge=True)
@@ -313,8 +258,8 @@ class PrefillMachine:
         for grant in list(self._grants.values()):
             consumer = grant.consumers.get(peer.rank)
             if consumer is not None and consumer.peer == peer and consumer.push:
-                if consumer.state is _State.ACTIVE:
-                    self._leave_as(grant, consumer, _State.GONE)
+                if consumer.state is ConsumerState.ACTIVE:
+                    self._leave_as(grant, consumer, ConsumerState.GONE)
                 consumer.stopping = False
                 self._settle(grant, now_s)
 
@@ -329,8 +274,7 @@ class PrefillMachine:
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do."""
-        first, second = self._timers.next_s(), self._beats.next_s()
-        return second if first is None else first if second is None else min(first, second)
+        return first_of(self._timers.next_s(), self._beats.next_s())
 
     @property
     def num_open(self) -> int:
@@ -339,7 +283,7 @@ class PrefillMachine:
 
     # ---- inside
 
-    def _admit(self, peer: Peer, name: str, ranks: int, now_s: float, *, answer: bool = True) -> _Grant | None:
+    def _admit(self, peer: Peer, name: str, ranks: int, now_s: float, *, answer: bool = True) -> Grant | None:
         """The grant that this peer may take part in; else it is told why not."""
         transfer = TransferId(name)
         grant = self._grants.get(transfer)
@@ -352,7 +296,7 @@ class PrefillMachine:
             elif self._num_awaited >= self._limits.max_open:
                 why = "prefill awaits too many transfers"
             else:
-                grant = self._grants[transfer] = _Grant(transfer, now_s + self._deadline_s)
+                grant = self._grants[transfer] = Grant(transfer, now_s + self._deadline_s)
                 self._num_awaited += 1
         if grant is not None:
             if grant.owner is None and peer.rank < ranks:
@@ -369,83 +313,51 @@ class PrefillMachine:
         reason = f"prefill has nothing for it: {why}"[:MAX_REASON_CHARS]
         self.actions.append(Send(peer, Fail(to=peer.incarnation, transfer=transfer, reason=reason, quiet=True)))
 
-    def _join(self, grant: _Grant, peer: Peer, *, push: bool, state: _State) -> _Consumer:
-        consumer = grant.consumers[peer.rank] = _Consumer(peer, push, state)
+    def _join(self, grant: Grant, peer: Peer, *, push: bool, state: ConsumerState) -> Consumer:
+        consumer = grant.consumers[peer.rank] = Consumer(peer, push, state)
         return consumer
 
-    def _leave_as(self, grant: _Grant, consumer: _Consumer, state: _State) -> None:
+    def _leave_as(self, grant: Grant, consumer: Consumer, state: ConsumerState) -> None:
         consumer.state = state
         consumer.todo.clear()
         if consumer.push:
             self._beats.remove(consumer.peer, grant.transfer)
 
-    def _fail(self, grant: _Grant, consumer: _Consumer, reason: str) -> None:
+    def _fail(self, grant: Grant, consumer: Consumer, reason: str) -> None:
         """Tell the decode rank. In pull it may be reading: it stays until it drops or its lease ends."""
         quiet = not consumer.in_flight
         if consumer.push:
-            self._leave_as(grant, consumer, _State.GONE)
+            self._leave_as(grant, consumer, ConsumerState.GONE)
             consumer.stopping = not quiet
         fail = Fail(
             to=consumer.peer.incarnation, transfer=grant.transfer, reason=reason[:MAX_REASON_CHARS], quiet=quiet
         )
         self.actions.append(Send(consumer.peer, fail))
 
-    def _progress(self, grant: _Grant, consumer: _Consumer, now_s: float) -> None:
+    def _progress(self, grant: Grant, consumer: Consumer, now_s: float) -> None:
         """Bring an active consumer up to what is ready."""
         if not grant.offered:
             return
         if consumer.push:
-            self._cut(grant, consumer)
+            if grant.ready.start > consumer.start:
+                have, asked = grant.ready.start, consumer.start
+                self._fail(grant, consumer, f"prefill has tokens from {have}, {asked} was asked for")
+                return
+            consumer.cut(grant, self._ports)
             self._pump(grant, consumer, now_s, urge=True)
             return
         if not (grant.final or grant.ready.stop > grant.ready.start):
             return
-        peer = consumer.peer
-        ready = Ready(
-            to=peer.incarnation,
-            transfer=grant.transfer,
-            tables=to_wire(grant.tables),
-            start=grant.ready.start,
-            stop=grant.ready.stop,
-            final=grant.final,
-            ttl_s=self._lease.ttl_s,
-            ack=consumer.seq,
-            digest=self._digest(grant, consumer) if grant.final else b"",
-            note=grant.note if grant.final else b"",
-        )
-        self.actions.append(Send(peer, ready))
+        digest = self._digest(grant, consumer, grant.final)
+        self.actions.append(Send(consumer.peer, ready(grant, consumer, self._lease.ttl_s, digest)))
 
-    def _digest(self, grant: _Grant, consumer: _Consumer) -> bytes:
+    def _digest(self, grant: Grant, consumer: Consumer, last: bool) -> bytes:
         tokens = TokenRange(consumer.start, min(consumer.stop, grant.ready.stop))
-        if grant.ready.start > tokens.start or not len(tokens):
+        if not last or grant.ready.start > tokens.start or not len(tokens):
             return b""
         return self._ports.digest(grant.transfer, consumer.peer, grant.tables, tokens)
 
-    def _cut(self, grant: _Grant, consumer: _Consumer) -> None:
-        """Push: cut what has become ready into parts that are short beside the lease."""
-        if consumer.cut_last:
-            return
-        if grant.ready.start > consumer.start:
-            self._fail(grant, consumer, f"prefill has tokens from {grant.ready.start}, {consumer.start} was asked for")
-            return
-        unit = max(1, self._ports.unit_tokens(consumer.peer))
-        stop = max(consumer.cut_to, min(grant.ready.stop, consumer.stop))
-        if not grant.final:
-            stop = max(consumer.cut_to, stop // unit * unit)
-        longest = max(1, stop - consumer.cut_to)
-        while longest > unit and self._ports.write_s(consumer.peer, longest) > consumer.ttl_s / 4:
-            longest = max(unit, longest // 2 // unit * unit)
-        while consumer.cut_to < stop or grant.final:
-            upto = min(stop, consumer.cut_to + longest)
-            last = grant.final and upto == stop
-            consumer.todo.append(_Part(consumer.num_parts, TokenRange(consumer.cut_to, upto), last))
-            consumer.num_parts += 1
-            consumer.cut_to = upto
-            if last:
-                consumer.cut_last = True
-                break
-
-    def _pump(self, grant: _Grant, consumer: _Consumer, now_s: float, *, urge: bool) -> None:
+    def _pump(self, grant: Grant, consumer: Consumer, now_s: float, *, urge: bool) -> None:
         """Push: start the writes that end safely before the lease does."""
         peer = consumer.peer
         while consumer.todo:
@@ -463,45 +375,20 @@ class PrefillMachine:
             post = PostId(2 * self._num_posts)
             consumer.in_flight[post] = part
             self._posts[post] = (grant.transfer, peer.rank)
-            self.actions.append(
-                Post(
-                    post=post,
-                    peer=peer,
-                    operation=Operation.WRITE,
-                    transfer=grant.transfer,
-                    local=grant.tables,
-                    remote=consumer.tables,
-                    tokens=part.tokens,
-                    whole=TokenRange(consumer.start, min(consumer.stop, grant.ready.stop)) if part.last else None,
-                    not_after_s=consumer.lease_s - write_s,
-                    message=self._wrote(grant, consumer, part),
-                )
-            )
+            self.actions.append(write(grant, consumer, part, post, write_s, self._digest(grant, consumer, part.last)))
 
-    def _wrote(self, grant: _Grant, consumer: _Consumer, part: _Part) -> Wrote:
-        return Wrote(
-            to=consumer.peer.incarnation,
-            transfer=grant.transfer,
-            part=part.index,
-            parts=consumer.num_parts if part.last else 0,
-            start=grant.ready.start if part.last else part.tokens.start,
-            stop=grant.ready.stop if part.last else part.tokens.stop,
-            digest=self._digest(grant, consumer) if part.last else b"",
-            note=grant.note if part.last else b"",
-        )
+    def _expired(self, consumer: Consumer, now_s: float) -> bool:
+        return consumer.state is ConsumerState.ACTIVE and now_s >= consumer.until_s
 
-    def _expired(self, consumer: _Consumer, now_s: float) -> bool:
-        return consumer.state is _State.ACTIVE and now_s >= consumer.until_s
-
-    def _settle(self, grant: _Grant, now_s: float) -> None:
+    def _settle(self, grant: Grant, now_s: float) -> None:
         """Look at everything that time or an event may have ended; set the next deadline."""
         due_s = grant.base_s if grant.base_s > now_s else _NEVER
         busy = live = False
         for consumer in grant.consumers.values():
             if self._expired(consumer, now_s):
                 self.num_expired += 1
-                self._leave_as(grant, consumer, _State.GONE)
-            if consumer.state is _State.ACTIVE:
+                self._leave_as(grant, consumer, ConsumerState.GONE)
+            if consumer.state is ConsumerState.ACTIVE:
                 live = True
                 due_s = min(due_s, consumer.until_s)
             if consumer.in_flight:
@@ -519,7 +406,7 @@ class PrefillMachine:
         if due_s < _NEVER:
             self._timers.set(grant.transfer, due_s)
 
-    def _cut_off(self, consumer: _Consumer, now_s: float) -> float:
+    def _cut_off(self, consumer: Consumer, now_s: float) -> float:
         """A write that is in flight when the lease ends: the connection goes, and with it the write.
 
         Writes start only where they should end before that. Decode keeps its blocks for quarantine_s beyond the lease:
@@ -534,21 +421,21 @@ class PrefillMachine:
             return _NEVER
         return consumer.lease_s
 
-    def _forget_awaited(self, grant: _Grant) -> None:
+    def _forget_awaited(self, grant: Grant) -> None:
         for consumer in grant.consumers.values():
-            if consumer.state is _State.ACTIVE:
-                self._leave_as(grant, consumer, _State.GONE)
+            if consumer.state is ConsumerState.ACTIVE:
+                self._leave_as(grant, consumer, ConsumerState.GONE)
                 self._refuse(consumer.peer, grant.transfer, f"no such request came within {self._deadline_s:g} s")
         self._num_awaited -= 1
         del self._grants[grant.transfer]
         self._end(grant.transfer, "it was never offered")
 
-    def _release(self, grant: _Grant, *, missing: bool) -> None:
+    def _release(self, grant: Grant, *, missing: bool) -> None:
         del self._grants[grant.transfer]
         self._timers.clear(grant.transfer)
         states = [consumer.state for consumer in grant.consumers.values()]
         taken = grant.final and not missing and len(states) == grant.ranks > 0
-        taken = taken and all(state is _State.DONE for state in states)
+        taken = taken and all(state is ConsumerState.DONE for state in states)
         if missing:
             self.num_expired += 1
         self.released.append(grant.transfer)

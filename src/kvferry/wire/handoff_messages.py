@@ -42,7 +42,9 @@ __all__ = [
     "encode_message",
     "frames",
     "from_wire",
+    "readdressed",
     "to_wire",
+    "with_size",
 ]
 
 MAX_FRAME_BYTES = 60 << 10
@@ -216,6 +218,16 @@ def to_wire(tables: Sequence[BlockTable]) -> tuple[WireTable, ...]:
 def from_wire(tables: Sequence[WireTable]) -> tuple[BlockTable, ...]:
     """The tables of a peer. Ids are bounded, but not yet compared with the peer's layout: the planner does that."""
     return tuple([BlockTable(t.group, t.first_token, t.block_ids) for t in tables])
+
+
+def with_size(message: Wrote, num_bytes: int, num_runs: int) -> Wrote:
+    """The same, with what the part took; known only when it was planned."""
+    return msgspec.structs.replace(message, num_bytes=num_bytes, num_runs=num_runs)
+
+
+def readdressed(message: Message, to: str) -> Message:
+    """The same message to another incarnation: for tests that forge."""
+    return msgspec.structs.replace(message, to=to)
 
 
 def encode_message(message: _Frame) -> bytes:

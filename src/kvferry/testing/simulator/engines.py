@@ -12,11 +12,12 @@ from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrde
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.memory import GARBAGE, MAX_RANKS, Memory, Violation
+from kvferry.testing.simulator.rank import SimRank
 from kvferry.testing.simulator.scenario import Job
 from kvferry.transport.base import Operation
 
 if TYPE_CHECKING:
-    from kvferry.testing.simulator.world import SimRank, World
+    from kvferry.testing.simulator.world import World
 
 __all__ = ["DecodeEngine", "PrefillEngine", "SimEngine"]
 
@@ -30,8 +31,6 @@ class SimEngine:
     prefill: bool
 
     def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
-        from kvferry.testing.simulator.world import SimRank
-
         self.world, self.engine, self.incarnation, self.num_ranks = world, engine, incarnation, num_ranks
         self.dead = False
         self.memory = Memory(num_ranks, world.scenario.num_blocks)
@@ -53,7 +52,7 @@ class SimEngine:
             rank.last_order_s = at_s
             self.world.at(at_s, rank.do, rank.meet, other.engine, other.incarnation, other.num_ranks)
 
-    def report(self, rank: "SimRank", report: StepReport) -> None:
+    def report(self, rank: SimRank, report: StepReport) -> None:
         """What a rank tells."""
         raise NotImplementedError
 
@@ -150,7 +149,7 @@ class PrefillEngine(SimEngine):
         self.world.say("%s withdraws %s", self.engine, source.transfer)
         self.order(StepOrders(withdraw=(Withdraw(source.transfer, "aborted"),)))
 
-    def report(self, rank: "SimRank", report: StepReport) -> None:
+    def report(self, rank: SimRank, report: StepReport) -> None:
         """Blocks come back."""
         if report.landed or report.failed:
             raise Violation("I4", f"{rank.name} reports landed or failed on prefill")
@@ -164,7 +163,7 @@ class PrefillEngine(SimEngine):
             if len(source.released) == self.num_ranks:
                 self._free(source)
 
-    def _check_untouched(self, rank: "SimRank", source: _Source) -> None:
+    def _check_untouched(self, rank: SimRank, source: _Source) -> None:
         """I1: no write of ours reads these blocks, and no decode rank believes that it may read them."""
         world = self.world
         for transfer in world.active.get(source.transfer, ()):
@@ -281,7 +280,7 @@ class DecodeEngine(SimEngine):
         if target.wanted_s is None:
             del self.jobs[target.transfer]
 
-    def report(self, rank: "SimRank", report: StepReport) -> None:
+    def report(self, rank: SimRank, report: StepReport) -> None:
         """Ends of hand-offs."""
         for landed in report.landed:
             self._landed(rank, landed)
@@ -290,13 +289,13 @@ class DecodeEngine(SimEngine):
         for transfer in report.released:
             self._released(rank, transfer)
 
-    def _of(self, rank: "SimRank", transfer: TransferId) -> _Target:
+    def _of(self, rank: SimRank, transfer: TransferId) -> _Target:
         target = self.jobs.get(transfer)
         if target is None or target.wanted_s is None or rank.index in target.ended:
             raise Violation("I4", f"{rank.name} reports {transfer}, which has ended there or never was")
         return target
 
-    def _landed(self, rank: "SimRank", landed: Landed) -> None:
+    def _landed(self, rank: SimRank, landed: Landed) -> None:
         target = self._of(rank, landed.transfer)
         if rank.index in target.failures:
             raise Violation("I4", f"{rank.name}: {landed.transfer} failed and landed")
@@ -322,7 +321,7 @@ class DecodeEngine(SimEngine):
             self._check_content(rank, target, min(one.arrived.stop for one in target.landed.values()), "served")
         self._free(target)
 
-    def _failed(self, rank: "SimRank", failed: Failed) -> None:
+    def _failed(self, rank: SimRank, failed: Failed) -> None:
         target = self._of(rank, failed.transfer)
         if rank.index in target.failures:
             raise Violation("I4", f"{rank.name}: {failed.transfer} failed twice")
@@ -341,7 +340,7 @@ class DecodeEngine(SimEngine):
             if target.attempt < job.retries and job.cancel_s is None:
                 self.world.after(0.01, self.world.dispatch, job, False, target.attempt + 1)
 
-    def _released(self, rank: "SimRank", transfer: TransferId) -> None:
+    def _released(self, rank: SimRank, transfer: TransferId) -> None:
         target = self._of(rank, transfer)
         if not target.cancelled and rank.index not in target.failures:
             raise Violation("I4", f"{rank.name} released {transfer}, which neither failed nor was cancelled")
@@ -356,7 +355,7 @@ class DecodeEngine(SimEngine):
         self.memory.release(target.blocks)
         self.world.check_prompt(self, target.transfer, target.given_up_s, "given up on decode")
 
-    def _check_untouched(self, rank: "SimRank", target: _Target) -> None:
+    def _check_untouched(self, rank: SimRank, target: _Target) -> None:
         """I1: nothing is in flight into these blocks, and no prefill rank believes that it may write to them."""
         world = self.world
         for transfer in world.active.get(target.transfer, ()):
@@ -378,7 +377,7 @@ class DecodeEngine(SimEngine):
             if consumer.todo and other.now_s() < consumer.lease_s:
                 raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer}; {other.name} may write them")
 
-    def _check_content(self, rank: "SimRank", target: _Target, stop: int, when: str) -> None:
+    def _check_content(self, rank: SimRank, target: _Target, stop: int, when: str) -> None:
         """I2: each token came whole from this very dispatch; R30: our own prefix is as it was."""
         tag = self.world.tags.get(target.transfer)
         cells, job = self.memory.cells[rank.index], target.job
@@ -391,7 +390,9 @@ class DecodeEngine(SimEngine):
             base = target.blocks[token] * MAX_RANKS
             for source in sources:
                 found = cells[base + source]
-                right = target.local_tag + token if token < job.cached_tokens else GARBAGE if tag is None else tag + token
+                right = (
+                    target.local_tag + token if token < job.cached_tokens else GARBAGE if tag is None else tag + token
+                )
                 if found != right or found == GARBAGE:
                     raise Violation(
                         "I2", f"{rank.name}: token {token} of {target.transfer} from rank {source} is wrong ({when})"

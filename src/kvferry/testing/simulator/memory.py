@@ -8,16 +8,16 @@ from kvferry.transport.base import Operation
 
 if TYPE_CHECKING:
     from kvferry.testing.simulator.engines import SimEngine
-    from kvferry.testing.simulator.world import SimRank
+    from kvferry.testing.simulator.rank import SimRank
 
-__all__ = ["MAX_RANKS", "GARBAGE", "Memory", "Transfer", "Violation"]
+__all__ = ["GARBAGE", "MAX_RANKS", "Memory", "Transfer", "Violation"]
 
 MAX_RANKS = 8
 GARBAGE = -1
 """What a freed block holds."""
 
 
-class Violation(Exception):  # noqa: N818 - it is what was found, not an error of the simulator
+class Violation(Exception):
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, what: str) -> None:

@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-import msgspec
-
-from kvferry.handoff.actions import Action, Peer, Post, Send
+from kvferry.handoff.actions import Action, Post, Send
 from kvferry.handoff.core import RankCore
-from kvferry.handoff.prefill import _State as _Consumer
-from kvferry.ids import PeerName, TransferId
-from kvferry.wire.handoff_messages import Message, RenewAck
+from kvferry.ids import PeerName
+from kvferry.wire.handoff_messages import Message, readdressed
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -146,6 +143,10 @@ def stale_registration(core: RankCore) -> None:
             if same and not grant.offered and order.transfer not in prefill._grants:
                 prefill._grants[order.transfer] = prefill._grants.pop(transfer)
                 grant.transfer = order.transfer
+                for consumer in grant.consumers.values():
+                    if consumer.push:
+                        prefill._beats.remove(consumer.peer, transfer)
+                        prefill._beats.add(consumer.peer, order.transfer, now_s)
         original(order, now_s)
 
     _patch(prefill, "offer", offer)
@@ -160,7 +161,7 @@ def old_incarnation(core: RankCore) -> None:
         for known in core._peers:
             if known.partition("/")[0] == engine and known.rpartition("/")[2] == rank:
                 name = known
-        original(name, msgspec.structs.replace(body, to=core._incarnation), now_s)
+        original(name, readdressed(body, core._incarnation), now_s)
 
     _patch(core, "message", message)
 

@@ -1,11 +1,11 @@
 """What one simulated world is made of, and what goes wrong in it: plain values, all from one seed."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
 
-__all__ = ["Crash", "Job", "Pause", "Scenario", "make_scenario", "settings_of"]
+__all__ = ["Crash", "Job", "Partition", "Pause", "Scenario", "make_scenario", "settings_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,17 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class Partition:
+    """Messages one way between two engines are lost for a while; the other way they pass."""
+
+    at_s: float
+    prefill: int
+    decode: int
+    to_prefill: bool
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """One world."""
 
@@ -75,6 +86,7 @@ class Scenario:
     jobs: tuple[Job, ...] = ()
     crashes: tuple[Crash, ...] = ()
     pauses: tuple[Pause, ...] = ()
+    partitions: tuple[Partition, ...] = ()
     drop: float = 0.0
     """Of messages, the part that is lost."""
     duplicate: float = 0.0
@@ -95,12 +107,12 @@ class Scenario:
     owes_all: bool = True
     """False: some rank pairs exchange nothing."""
     ttl_s: float = 4.0
-    extra: dict[str, float] = field(default_factory=dict)
+    quarantine_s: float = 1.0
 
     @property
     def calm(self) -> bool:
         """Nothing goes wrong but what the engines themselves do."""
-        quiet = not (self.crashes or self.pauses)
+        quiet = not (self.crashes or self.pauses or self.partitions)
         return quiet and not (self.drop or self.duplicate or self.long_delay) and self.in_order and self.smooth
 
     @property
@@ -114,7 +126,10 @@ def settings_of(scenario: Scenario) -> FerrySettings:
     return FerrySettings(
         transfer=TransferSettings(mode=scenario.mode, transport="memory", deadline_s=12.0),
         lease=LeaseSettings(
-            ttl_s=scenario.ttl_s, renew_every_s=scenario.ttl_s / 4, drift=max(scenario.drift, 0.01), quarantine_s=1.0
+            ttl_s=scenario.ttl_s,
+            renew_every_s=scenario.ttl_s / 4,
+            drift=max(scenario.drift, 0.01),
+            quarantine_s=scenario.quarantine_s,
         ),
     )
 
@@ -164,15 +179,23 @@ def make_scenario(seed: int) -> Scenario:
     jobs = tuple(_job(rng, n, num_prefill, num_decode, push) for n in range(rng.randint(8, 24)))
     crashes: list[Crash] = []
     pauses: list[Pause] = []
+    partitions: list[Partition] = []
     if rough:
         for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
             prefill = rng.random() < 0.5
             engine = rng.randrange(num_prefill if prefill else num_decode)
-            crashes.append(Crash(rng.random() * 14.0, prefill, engine, rng.choice((0.01, 0.3, 2.0, 8.0)) * rng.random()))
+            crashes.append(
+                Crash(rng.random() * 14.0, prefill, engine, rng.choice((0.01, 0.3, 2.0, 8.0)) * rng.random())
+            )
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
             prefill = rng.random() < 0.5
             engine = rng.randrange(num_prefill if prefill else num_decode)
             pauses.append(Pause(rng.random() * 14.0, prefill, engine, rng.choice((0.5, 4.0, 8.0)) * rng.random()))
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            pair = rng.randrange(num_prefill), rng.randrange(num_decode)
+            partitions.append(
+                Partition(rng.random() * 12.0, *pair, rng.random() < 0.5, rng.choice((1.0, 6.0)) * rng.random())
+            )
     return Scenario(
         seed=seed,
         mode=TransferMode.PUSH if push else TransferMode.PULL,
@@ -182,6 +205,7 @@ def make_scenario(seed: int) -> Scenario:
         jobs=jobs,
         crashes=tuple(crashes),
         pauses=tuple(pauses),
+        partitions=tuple(partitions),
         drop=_some(rng, 0.3, 0.3) if rough else 0.0,
         duplicate=_some(rng, 0.3, 0.3) if rough else 0.0,
         in_order=not rough or rng.random() < 0.6,
@@ -194,4 +218,5 @@ def make_scenario(seed: int) -> Scenario:
         verify=rng.random() < 0.2,
         owes_all=rng.random() < 0.8,
         ttl_s=rng.choice((2.0, 4.0)),
+        quarantine_s=rng.choice((0.3, 1.0)),
     )

@@ -1,168 +1,25 @@
 """The event loop of one simulated world: clocks, network, transfers, crashes. The machines in it are the real ones."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
 
-from kvferry.handoff.actions import Peer, Post, Send
+from kvferry.handoff.actions import Peer, Post
 from kvferry.handoff.core import RankCore
-from kvferry.handoff.orders import StepOrders
-from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
-from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.testing.simulator.engines import DecodeEngine, PrefillEngine, SimEngine
-from kvferry.testing.simulator.memory import MAX_RANKS, Transfer, Violation
+from kvferry.testing.simulator.memory import Transfer, Violation
+from kvferry.testing.simulator.rank import TOKEN_S, SimRank, short
 from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message
 
-__all__ = ["SimRank", "World"]
+__all__ = ["World"]
 
-_MAX_EVENTS = 2_000_000
+_MAX_EVENTS = 200_000
 PROMPT_S = 1.9
 """Well before a lease ends."""
-_STASH = 64
-_WRITE_S = 0.05
-_TOKEN_S = 0.02
-"""The estimate that machines get: so much a write, and so much a token."""
-
-
-class SimRank:
-    """One rank of one incarnation: a RankCore, its clock, and the driver's part of the work."""
-
-    __slots__ = ("away", "core", "engine", "index", "last_order_s", "name", "offset_s", "paused_to_s", "rate", "stash",
-                 "tick_at_s", "world")
-
-    def __init__(self, world: "World", engine: "SimEngine", index: int) -> None:
-        self.world, self.engine, self.index = world, engine, index
-        self.name = peer_name(engine.engine, engine.incarnation, index)
-        drift = world.scenario.drift
-        self.rate = 1.0 + (world.rng.random() - 0.5) * drift * 0.99
-        self.offset_s = world.rng.random() * 1000.0
-        self.paused_to_s = 0.0
-        self.last_order_s = 0.0
-        self.tick_at_s = -1.0
-        self.stash: dict[PeerName, list[Message]] = {}
-        self.away: dict[PeerName, float] = {}
-        self.core = RankCore(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
-        world.prepare(self.core)
-
-    def now_s(self) -> float:
-        """This rank's own monotonic clock."""
-        return self.offset_s + self.world.now_s * self.rate
-
-    def do(self, function: Callable[..., None], *args: Any) -> None:
-        """An event of this rank, then all that follows from it."""
-        if self.engine.dead:
-            return
-        if self.world.now_s < self.paused_to_s:
-            self.world.at(self.paused_to_s, self.do, function, *args)
-            return
-        function(*args)
-        self._act()
-
-    def _act(self) -> None:
-        core = self.core
-        while True:
-            actions = core.take_actions()
-            if not actions:
-                break
-            for action in actions:
-                if type(action) is Send:
-                    self.world.send(self, action.peer, action.message)
-                elif type(action) is Post:
-                    self.world.post(self, action)
-                else:
-                    self.world.disconnect(self, action.peer)
-        report = core.take_report()
-        if report is not None:
-            self.engine.report(self, report)
-        due_s = core.next_deadline_s()
-        if due_s is not None:
-            at_s = max((due_s - self.offset_s) / self.rate, self.world.now_s) + 1e-6
-            if self.tick_at_s < self.world.now_s or at_s < self.tick_at_s - 1e-9:
-                self.tick_at_s = at_s
-                self.world.at(at_s, self._tick, at_s)
-
-    def _tick(self, at_s: float) -> None:
-        if at_s == self.tick_at_s:
-            self.tick_at_s = -1.0
-            self.do(self._run_tick)
-
-    def _run_tick(self) -> None:
-        self.core.tick(self.now_s())
-
-    def order(self, orders: StepOrders) -> None:
-        """What the scheduler half says: in order, at about the same time on all ranks."""
-        at_s = max(self.last_order_s, self.world.now_s + self.world.rng.random() * 0.003)
-        self.last_order_s = at_s
-        self.world.at(at_s, self.do, self._run_order, orders)
-
-    def _run_order(self, orders: StepOrders) -> None:
-        self.core.orders(orders, self.now_s())
-
-    def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
-        """Introduce an engine."""
-        self.core.introduce(engine, incarnation, num_ranks, self.now_s())
-        for rank in range(num_ranks):
-            name = peer_name(engine, incarnation, rank)
-            self.away.pop(name, None)
-            for message in self.stash.pop(name, ()):
-                self.core.message(name, message, self.now_s())
-
-    def receive(self, sender: PeerName, message: Message) -> None:
-        """A message came; those of strangers wait, as transports keep them."""
-        if sender in self.core._peers:
-            self.away.pop(sender, None)
-            self.core.message(sender, message, self.now_s())
-        else:
-            kept = self.stash.setdefault(sender, [])
-            if len(kept) < _STASH:
-                kept.append(message)
-
-    def lose(self, name: PeerName) -> None:
-        """The transport notices that a peer is gone."""
-        if self.away.get(name, 0.0) < self.world.now_s:
-            self.away[name] = self.world.now_s + 1.0
-            self.core.peer_lost(name, "the transport says so", self.now_s())
-
-    def ended(self, transfer: Transfer, error: str | None, started: bool) -> None:
-        """The driver polled a completion."""
-        tokens = len(transfer.pairs)
-        self.core.completed(
-            transfer.post.post, error, self.now_s(), started=started, num_bytes=tokens, num_runs=tokens
-        )
-
-    # ---- handoff.actions.Ports
-
-    def owes(self, peer: Peer) -> bool:
-        """Some rank pairs exchange nothing in some worlds."""
-        return self.world.owes(self.engine, self.index, peer.rank)
-
-    def unit_tokens(self, peer: Peer) -> int:
-        """One token, one block."""
-        return 1
-
-    def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """What a transfer takes unless it is slow."""
-        return _WRITE_S + _TOKEN_S * num_tokens
-
-    def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """Of the true content."""
-        if not self.world.scenario.verify:
-            return b""
-        cells = self.engine.memory.cells[self.index]
-        blocks = tables[0].block_ids[tokens.start : tokens.stop]
-        return repr([cells[block * MAX_RANKS] for block in blocks]).encode()
-
-    def check(
-        self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
-    ) -> int:
-        """Against the true content."""
-        cells = self.engine.memory.cells[self.index]
-        blocks = tables[0].block_ids[tokens.start : tokens.stop]
-        same = repr([cells[block * MAX_RANKS + peer.rank] for block in blocks]).encode() == digest
-        return len(blocks) if same else -1
 
 
 class World:
@@ -310,17 +167,20 @@ class World:
         self.num_handoffs += 1
         transfer = TransferId(f"r{job.number}#{attempt}")
         prefill = self.slots[self.prefills[job.prefill]]
-        decode = self.slots[self.decodes[job.decode]]
-        self.say("dispatch %s to %s and %s", transfer, prefill.incarnation, decode.incarnation)
-        assert isinstance(prefill, PrefillEngine) and isinstance(decode, DecodeEngine)
-        if job.early or job.lost_by_router:
-            finished: Callable[[], None] = lambda: None
-        else:
-            finished = lambda: self.after(0.002, self._to_decode, job, transfer, prefill.incarnation, must_land, attempt)  # noqa: E731
+        self.say("dispatch %s to %s and %s", transfer, prefill.incarnation, self.decodes[job.decode])
+        assert isinstance(prefill, PrefillEngine)
+
+        def to_decode() -> None:
+            self._to_decode(job, transfer, prefill.incarnation, must_land, attempt)
+
+        def finished() -> None:
+            if not (job.early or job.lost_by_router):
+                self.after(0.002, to_decode)
+
         if not prefill.dead and not job.never_prefilled:
             prefill.take(job, transfer, finished)
         if job.early and not job.lost_by_router:
-            self._to_decode(job, transfer, prefill.incarnation, must_land, attempt)
+            to_decode()
 
     def _to_decode(
         self, job: Job, transfer: TransferId, incarnation: Incarnation, must_land: bool, attempt: int
@@ -363,7 +223,7 @@ class World:
         """A control message: it may be lost, come late, twice or out of order, or to another incarnation."""
         rng, scenario = self.rng, self.scenario
         if self.trace is not None:
-            self.say("%s -> %s %s", rank.name, peer.name, _short(message))
+            self.say("%s -> %s %s", rank.name, peer.name, short(message))
         if self.now_s < rank.away.get(peer.name, 0.0):
             return
         target = self.slots[peer.engine]
@@ -372,12 +232,21 @@ class World:
                 self.after(0.001, rank.do, rank.lose, peer.name)
             if target.dead or rng.random() < 0.3:
                 return
-        if not self.calm_phase and rng.random() < scenario.drop:
+        if not self.calm_phase and (rng.random() < scenario.drop or self._cut(rank.engine, peer.engine)):
             self.say("   lost")
             return
         self._deliver_later(rank, target, peer, message)
         if not self.calm_phase and scenario.duplicate and rng.random() < scenario.duplicate:
             self._deliver_later(rank, target, peer, message)
+
+    def _cut(self, sender: SimEngine, target: EngineId) -> bool:
+        """Is there a partition in this direction now?"""
+        for cut in self.scenario.partitions:
+            if cut.to_prefill is not sender.prefill and 0.6 <= self.now_s - cut.at_s < 0.6 + cut.for_s:
+                ends = {self.prefills[cut.prefill], self.decodes[cut.decode]}
+                if ends == {sender.engine, target}:
+                    return True
+        return False
 
     def _deliver_later(self, rank: SimRank, target: SimEngine, peer: Peer, message: Message) -> None:
         rng, scenario = self.rng, self.scenario
@@ -434,10 +303,17 @@ class World:
             rank.do(rank.ended, transfer, "the peer is gone", True)
             rank.do(rank.lose, post.peer.name)
             return
-        self.say("%s %s %s tokens=[%d,%d) of %s", rank.name, post.operation, post.transfer, post.tokens.start,
-                 post.tokens.stop, post.peer.name)
+        self.say(
+            "%s %s %s tokens=[%d,%d) of %s",
+            rank.name,
+            post.operation,
+            post.transfer,
+            post.tokens.start,
+            post.tokens.stop,
+            post.peer.name,
+        )
         self.active.setdefault(post.transfer, {})[transfer] = None
-        takes_s = (0.01 + rng.random() * 0.04) + _TOKEN_S * len(pairs) * rng.random()
+        takes_s = (0.01 + rng.random() * 0.04) + TOKEN_S * len(pairs) * rng.random()
         error = None
         if not self.calm_phase:
             if scenario.slow and rng.random() < scenario.slow:
@@ -482,8 +358,3 @@ class World:
         if not self.calm_phase and self.scenario.late and self.rng.random() < self.scenario.late:
             delay_s += self.rng.random() * 1.5 * self.scenario.ttl_s
         self.after(delay_s, rank.do, rank.ended, transfer, error, True)
-
-
-def _short(message: Message) -> str:
-    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "to"}
-    return f"{type(message).__name__} " + " ".join(f"{name}={value!r}" for name, value in fields.items() if value)

@@ -1,0 +1,206 @@
+"""One rank in the simulated world: the real machines, a clock of its own, and what the driver does around them."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.handoff.actions import Peer, Post, Send
+from kvferry.handoff.core import RankCore
+from kvferry.handoff.orders import StepOrders
+from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.testing.simulator.memory import MAX_RANKS, Transfer, Violation
+from kvferry.wire.handoff_messages import Message
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulator.engines import SimEngine
+    from kvferry.testing.simulator.world import World
+
+__all__ = ["TOKEN_S", "SimRank", "short"]
+
+_STASH = 64
+_WRITE_S = 0.05
+TOKEN_S = 0.02
+"""The estimate that machines get: so much a write, and so much a token."""
+
+
+class SimRank:
+    """One rank of one incarnation: a RankCore, its clock, and the driver's part of the work."""
+
+    __slots__ = (
+        "away",
+        "core",
+        "engine",
+        "index",
+        "last_order_s",
+        "name",
+        "offset_s",
+        "paused_to_s",
+        "rate",
+        "stash",
+        "tick_at_s",
+        "world",
+    )
+
+    def __init__(self, world: "World", engine: "SimEngine", index: int) -> None:
+        self.world, self.engine, self.index = world, engine, index
+        self.name = peer_name(engine.engine, engine.incarnation, index)
+        drift = world.scenario.drift
+        self.rate = 1.0 + (world.rng.random() - 0.5) * drift * 0.99
+        self.offset_s = world.rng.random() * 1000.0
+        self.paused_to_s = 0.0
+        self.last_order_s = 0.0
+        self.tick_at_s = -1.0
+        self.stash: dict[PeerName, list[Message]] = {}
+        self.away: dict[PeerName, float] = {}
+        self.core = RankCore(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
+        world.prepare(self.core)
+
+    def now_s(self) -> float:
+        """This rank's own monotonic clock."""
+        return self.offset_s + self.world.now_s * self.rate
+
+    def do(self, function: Callable[..., None], *args: Any) -> None:
+        """An event of this rank, then all that follows from it."""
+        if self.engine.dead:
+            return
+        if self.world.now_s < self.paused_to_s:
+            self.world.at(self.paused_to_s, self.do, function, *args)
+            return
+        function(*args)
+        self._act()
+
+    def _act(self) -> None:
+        core = self.core
+        while True:
+            actions = core.take_actions()
+            if not actions:
+                break
+            for action in actions:
+                if type(action) is Send:
+                    self.world.send(self, action.peer, action.message)
+                elif type(action) is Post:
+                    self.world.post(self, action)
+                else:
+                    self.world.disconnect(self, action.peer)
+        report = core.take_report()
+        if report is not None:
+            self.engine.report(self, report)
+        due_s = core.next_deadline_s()
+        if due_s is not None:
+            at_s = max((due_s - self.offset_s) / self.rate, self.world.now_s) + 1e-6
+            if self.tick_at_s < self.world.now_s or at_s < self.tick_at_s - 1e-9:
+                self.tick_at_s = at_s
+                self.world.at(at_s, self._tick, at_s)
+
+    def _tick(self, at_s: float) -> None:
+        if at_s == self.tick_at_s:
+            self.tick_at_s = -1.0
+            self.do(self._run_tick)
+
+    def _run_tick(self) -> None:
+        self.core.tick(self.now_s())
+
+    def order(self, orders: StepOrders) -> None:
+        """What the scheduler half says: in order, at about the same time on all ranks."""
+        at_s = max(self.last_order_s, self.world.now_s + self.world.rng.random() * 0.003)
+        self.last_order_s = at_s
+        self.world.at(at_s, self.do, self._run_order, orders)
+
+    def _run_order(self, orders: StepOrders) -> None:
+        self.core.orders(orders, self.now_s())
+
+    def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+        """Introduce an engine."""
+        self.core.introduce(engine, incarnation, num_ranks, self.now_s())
+        for rank in range(num_ranks):
+            name = peer_name(engine, incarnation, rank)
+            self.away.pop(name, None)
+            for message in self.stash.pop(name, ()):
+                self.core.message(name, message, self.now_s())
+
+    def receive(self, sender: PeerName, message: Message) -> None:
+        """A message came; those of strangers wait, as transports keep them."""
+        core = self.core
+        if sender in core._peers and message.to == self.engine.incarnation:
+            self.away.pop(sender, None)
+            core.message(sender, message, self.now_s())
+        elif sender in core._peers or self._knew(sender):
+            before = self._state()
+            core.message(sender, message, self.now_s())
+            if self._state() != before:
+                raise Violation("I6", f"{self.name} did something for {sender}, by a {short(message)} to {message.to}")
+        else:
+            kept = self.stash.setdefault(sender, [])
+            if len(kept) < _STASH:
+                kept.append(message)
+
+    def _knew(self, sender: PeerName) -> bool:
+        """It is an incarnation before the one that was introduced."""
+        engine, start, _ = sender.split("/")
+        known = self.core._engines.get(EngineId(engine))
+        return known is not None and _start_number(start) < _start_number(known[0].incarnation)
+
+    def _state(self) -> tuple[object, ...]:
+        """What a message could have changed."""
+        prefill, decode = self.core.prefill, self.core.decode
+        return (
+            [(grant.transfer, grant.base_s, [(rank, consumer.state, consumer.until_s, consumer.lease_s)
+                                             for rank, consumer in grant.consumers.items()])
+             for grant in prefill._grants.values()],
+            [(transfer, receive.failed, [(rank, source.state, source.heard_s, source.acked_s, len(source.parts))
+                                         for rank, source in receive.sources.items()])
+             for transfer, receive in decode._receives.items()],
+            len(prefill.actions), len(decode.actions), len(prefill.released), len(decode.landed), len(decode.failed),
+        )  # fmt: skip
+
+    def lose(self, name: PeerName) -> None:
+        """The transport notices that a peer is gone."""
+        if self.away.get(name, 0.0) < self.world.now_s:
+            self.away[name] = self.world.now_s + 1.0
+            self.core.peer_lost(name, "the transport says so", self.now_s())
+
+    def ended(self, transfer: Transfer, error: str | None, started: bool) -> None:
+        """The driver polled a completion."""
+        tokens = len(transfer.pairs)
+        self.core.completed(transfer.post.post, error, self.now_s(), started=started, num_bytes=tokens, num_runs=tokens)
+
+    # ---- handoff.actions.Ports
+
+    def owes(self, peer: Peer) -> bool:
+        """Some rank pairs exchange nothing in some worlds."""
+        return self.world.owes(self.engine, self.index, peer.rank)
+
+    def unit_tokens(self, peer: Peer) -> int:
+        """One token, one block."""
+        return 1
+
+    def write_s(self, peer: Peer, num_tokens: int) -> float:
+        """What a transfer takes unless it is slow."""
+        return _WRITE_S + TOKEN_S * num_tokens
+
+    def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
+        """Of the true content."""
+        if not self.world.scenario.verify:
+            return b""
+        cells = self.engine.memory.cells[self.index]
+        blocks = tables[0].block_ids[tokens.start : tokens.stop]
+        return repr([cells[block * MAX_RANKS] for block in blocks]).encode()
+
+    def check(
+        self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
+    ) -> int:
+        """Against the true content."""
+        cells = self.engine.memory.cells[self.index]
+        blocks = tables[0].block_ids[tokens.start : tokens.stop]
+        same = repr([cells[block * MAX_RANKS + peer.rank] for block in blocks]).encode() == digest
+        return len(blocks) if same else -1
+
+
+def _start_number(incarnation: str) -> int:
+    return int(incarnation.rpartition(".")[2])
+
+
+def short(message: Message) -> str:
+    """A message in a trace."""
+    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "to"}
+    return f"{type(message).__name__} " + " ".join(f"{name}={value!r}" for name, value in fields.items() if value)

@@ -1,0 +1,99 @@
+"""From a scenario that fails to the smallest one found that fails in the same way."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from kvferry.handoff.core import RankCore
+from kvferry.testing.simulator.memory import Violation
+from kvferry.testing.simulator.scenario import Job, Scenario
+from kvferry.testing.simulator.world import World
+
+__all__ = ["failure_of", "shrink", "trace_of"]
+
+RecordT = TypeVar("RecordT", Job, Scenario)
+
+_TRIES = 4
+"""Other random streams that each smaller scenario is tried with: taking something away shifts the stream."""
+
+
+def failure_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> Violation | None:
+    """What the world of this scenario violates."""
+    try:
+        World(scenario, prepare=prepare).run()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def trace_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> list[str]:
+    """Every event of the world, up to the violation."""
+    lines: list[str] = []
+    world = World(scenario, prepare=prepare, trace=lines)
+    try:
+        world.run()
+    except Violation as violation:
+        world.say("%s", violation)
+    return lines
+
+
+def shrink(
+    scenario: Scenario, invariant: str, prepare: Callable[[RankCore], None], *, budget_s: float = 20.0
+) -> Scenario:
+    """Take away jobs, faults and ranks while the same invariant fails. Deterministic but for the time it may take."""
+    until_s = time.monotonic() + budget_s
+    progress = True
+    while progress and time.monotonic() < until_s:
+        progress = False
+        for smaller in _smaller(scenario):
+            found = _still_fails(smaller, invariant, prepare)
+            if found is not None:
+                scenario, progress = found, True
+                break
+            if time.monotonic() > until_s:
+                break
+    return scenario
+
+
+def _still_fails(scenario: Scenario, invariant: str, prepare: Callable[[RankCore], None]) -> Scenario | None:
+    for shift in range(_TRIES):
+        tried = replace(scenario, seed=scenario.seed + shift)
+        violation = failure_of(tried, prepare)
+        if violation is not None and violation.invariant == invariant:
+            return tried
+    return None
+
+
+def _with(record: RecordT, name: str, value: Any) -> RecordT:
+    return replace(record, **{name: value})
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    jobs = scenario.jobs
+    size = len(jobs) // 2
+    while size:
+        for start in range(0, len(jobs), size):
+            yield replace(scenario, jobs=jobs[:start] + jobs[start + size :])
+        size //= 2
+    for name in ("drop", "duplicate", "long_delay", "fail", "slow", "hang", "late", "drift"):
+        if getattr(scenario, name):
+            yield _with(scenario, name, 0.0)
+    for name in ("crashes", "pauses", "partitions"):
+        events = getattr(scenario, name)
+        for index in range(len(events)):
+            yield _with(scenario, name, events[:index] + events[index + 1 :])
+    for name in ("prefill_ranks", "decode_ranks"):
+        ranks = getattr(scenario, name)
+        for index, count in enumerate(ranks):
+            for fewer in {1, count - 1} - {0, count}:
+                yield _with(scenario, name, (*ranks[:index], fewer, *ranks[index + 1 :]))
+    for name, plain in (("in_order", True), ("verify", False), ("owes_all", True)):
+        if getattr(scenario, name) is not plain:
+            yield _with(scenario, name, plain)
+    for index, job in enumerate(jobs):
+        plainer = replace(job, retries=0, withdraw_s=None, cancel_s=None, preempted=False, cached_tokens=0, chunks=1)
+        for name in ("retries", "withdraw_s", "cancel_s", "preempted", "cached_tokens", "chunks"):
+            if getattr(job, name) != getattr(plainer, name):
+                simpler = _with(job, name, getattr(plainer, name))
+                yield replace(scenario, jobs=(*jobs[:index], simpler, *jobs[index + 1 :]))
