@@ -1,0 +1,194 @@
+"""kvferry compare, facts, key and the fleet's matrix."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.fleet import run_fleet
+from kvferry.cli.main import main
+from kvferry.handshake.facts import Facts
+from kvferry.handshake.fleet import Member, fleet_matrix, shared_ids
+from kvferry.handshake.handshake import LocalSide
+from kvferry.settings import Role
+from kvferry.wire.hello import encode_hello
+from tests.attacks.fuzz import engine
+from tests.handshake.examples import decode_facts, facts
+
+
+def save(path: Path, told: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill") -> str:
+    body: dict[str, object] = {"engine": name, "incarnation": "i1", "role": role, "facts": told.to_json()}
+    if side is not None:
+        body["hello"] = base64.b64encode(encode_hello(side.hello)).decode()
+    path.write_text(json.dumps(body))
+    return str(path)
+
+
+@contextmanager
+def worker(body: bytes) -> Iterator[str]:
+    """A live worker, as far as GET /v1/kvferry goes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/v1/kvferry" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # its name in the base class
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "status"),
+    [
+        ({}, "compatible", 0),
+        ({"block_tokens": (32, 32)}, "notes", 0),
+        ({"engine_version": "9"}, "compatible", 0),
+        ({"head_size": 64}, "refused", 3),
+    ],
+)
+def test_compare_of_saved_facts(
+    changes: dict[str, object], verdict: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = save(tmp_path / "a.json", facts()), save(tmp_path / "b.json", decode_facts(**changes))
+    assert main(["compare", a, b, "--json"]) == status
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == verdict
+    assert all(row.keys() >= {"fact", "class", "a", "b", "remedy"} for row in told["rows"])
+    assert len(told["rows"]) == len(changes)
+    assert main(["compare", b, a]) == status
+    text = capsys.readouterr().out
+    assert ("refused" in text) is (status == 3)
+
+
+def test_compare_strict(tmp_path: Path) -> None:
+    a, b = save(tmp_path / "a.json", facts()), save(tmp_path / "b.json", decode_facts(hma=True))
+    assert main(["compare", a, b]) == 0
+    assert main(["compare", a, b, "--strict"]) == 3
+
+
+def test_the_table_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (
+        save(tmp_path / "a.json", facts(speculation=None)),
+        save(tmp_path / "b.json", decode_facts(speculation=None, kv_dtype="fp8", kv_layout="HND")),
+    )
+    assert main(["compare", a, b]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in lines[2:]] == [
+        "fact class a b what to do",
+        "kv.dtype must match 'bfloat16' 'fp8_e4m3' on b: kvferry serve --dtype bfloat16",
+        "kv.layout bridged 'NHD' 'HND' nothing to do: the planner follows the strides; cutting across them makes "
+        "more, shorter runs",
+        "refused: they cannot share a cache",
+    ]
+
+
+def test_compare_of_a_live_worker_and_its_saved_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "p.json", facts())
+    with worker((tmp_path / "p.json").read_bytes()) as url:
+        assert main(["facts", url, "-o", str(tmp_path / "saved.json")]) == 0
+        assert main(["compare", url, save(tmp_path / "d.json", decode_facts(tp=2)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "notes"
+    assert json.loads((tmp_path / "saved.json").read_text()) == json.loads((tmp_path / "p.json").read_text())
+
+
+def test_layouts_that_do_not_fit_are_refused_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p, d = engine("p0", Role.PREFILL), engine("d0", Role.DECODE, tp=2)
+    a = save(tmp_path / "a.json", p.facts, p)
+    assert main(["compare", a, save(tmp_path / "b.json", d.facts, d, role="decode"), "--json"]) == 0
+    capsys.readouterr()
+    broken = json.loads((tmp_path / "b.json").read_text())
+    hello = base64.b64decode(broken["hello"]).replace(b"layers.1.attn", b"layers.9.attn")
+    (tmp_path / "b.json").write_text(json.dumps({**broken, "hello": base64.b64encode(hello).decode()}))
+    assert main(["compare", a, str(tmp_path / "b.json"), "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "refused"
+    assert told["rows"][-1]["fact"] == "layout"
+    assert "layers.9.attn" in told["rows"][-1]["remedy"]
+
+
+@pytest.mark.parametrize("body", ["", "{}", "[]", '{"facts": 1}', '{"facts": {"a": 1}}', '{"facts": {}, "hello": "!"}'])
+def test_files_that_are_no_facts(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(body)
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
+    assert "does not tell the facts of a worker" in capsys.readouterr().err
+
+
+def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 1
+    assert "cannot read" in capsys.readouterr().err
+    assert main(["compare", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_key_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", str(tmp_path / "key")]) == 0
+    assert "--key-file" in capsys.readouterr().err
+    assert main(["key", "new", str(tmp_path / "key")]) == 1
+
+
+def member(name: str, told: Facts, role: Role, incarnation: str = "i") -> Member:
+    return Member(name, name, incarnation, role, told)
+
+
+def test_the_matrix_has_every_pair() -> None:
+    cells = fleet_matrix(
+        [
+            member("p0", facts(), Role.PREFILL),
+            member("p1", facts(kv_dtype="fp8"), Role.PREFILL),
+            member("d0", decode_facts(), Role.DECODE),
+            member("b0", facts(role=Role.BOTH), Role.BOTH),
+        ]
+    )
+    assert {(cell.prefill.name, cell.decode.name): str(cell.verdict.kind) for cell in cells} == {
+        ("p0", "d0"): "compatible",
+        ("p0", "b0"): "compatible",
+        ("p1", "d0"): "refused",
+        ("p1", "b0"): "refused",
+        ("b0", "d0"): "compatible",
+    }
+
+
+def test_two_workers_with_one_id_are_named() -> None:
+    one, other = member("x", facts(), Role.PREFILL), member("x", facts(), Role.PREFILL, "i2")
+    assert shared_ids([one, one]) == ()
+    assert shared_ids([one, other]) == ("engine id 'x' is used by x and x: give each its own --engine-id",)
+
+
+def test_doctor_of_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p = save(tmp_path / "p.json", facts(), name="p0")
+    d = save(tmp_path / "d.json", decode_facts(), name="d0", role="decode")
+    bad = save(tmp_path / "bad.json", decode_facts(head_size=64), name="d1", role="decode")
+    assert run_fleet([p, d], as_json=False) == 0
+    assert run_fleet([p, d, bad], as_json=False) == 3
+    text = capsys.readouterr().out
+    assert "model.head_size" in text
+    assert "NO" in text
+    with worker((tmp_path / "p.json").read_bytes()) as url:
+        assert run_fleet([url, d, "http://127.0.0.1:9"], as_json=True) == 4
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["verdict"] == "compatible"
+    assert lines[-1] == {"pairs": 1, "refused": 0, "unreachable": 1, "shared_ids": [], "exit": 4}
+
+
+def test_bench_handshake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "handshake", "--peers", "1,3", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["peers"] for line in lines[:-1]] == [1, 3]
+    assert all(line["ms_per_pair"] > 0 for line in lines[:-1])
+    assert all(0 < line["bytes_per_peer"] < 1024 for line in lines[:-1])

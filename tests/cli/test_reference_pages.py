@@ -1,0 +1,60 @@
+"""The reference pages are what the code says. R37."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import pytest
+
+from kvferry import settings
+from kvferry.cli.docs import PAGES, SETTINGS, compatibility_page, field_texts, main, settings_page
+from kvferry.handshake.table import FACTS
+from kvferry.wire.versions import HISTORY
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_up_to_date(name: str) -> None:  # R37
+    assert (DOCS / name).read_text() == PAGES[name](), "out of date: make docs"
+
+
+def test_every_fact_and_version_is_on_the_page() -> None:  # R37
+    page = compatibility_page()
+    assert all(f"| `{name}`" in page for name in FACTS)
+    assert all(line in page for line in HISTORY.values())
+
+
+@pytest.mark.parametrize("cls", [cls for _, cls in SETTINGS], ids=lambda cls: cls.__name__)
+def test_every_setting_is_explained_and_has_a_row(cls: type) -> None:
+    names = [field.name for field in dataclasses.fields(cls)]
+    texts = field_texts(cls)
+    assert [name for name in names if not texts.get(name)] == [], "explain each field beneath it"
+    page = settings_page()
+    part = next(part for part, other in SETTINGS if other is cls)
+    assert [name for name in names if f"| `{part}.{name}`".replace("`.", "`") not in page] == []
+
+
+def test_every_class_of_settings_is_on_the_page() -> None:
+    classes = {cls for _, cls in inspect.getmembers(settings, inspect.isclass) if cls.__name__.endswith("Settings")}
+    assert classes <= {cls for _, cls in SETTINGS}
+
+
+def test_a_field_without_a_text_is_noticed() -> None:
+    assert field_texts(_Unexplained) == {"explained": "This one is."}
+
+
+@dataclasses.dataclass
+class _Unexplained:
+    explained: int = 1
+    """This one
+    is."""
+    not_explained: int = 2
+
+
+def test_check_finds_a_stale_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path)]) == 0
+    assert main(["--out", str(tmp_path), "--check"]) == 0
+    (tmp_path / "reference" / "settings.md").write_text("old")
+    assert main(["--out", str(tmp_path), "--check"]) == 1
+    assert "settings.md is out of date: make docs" in capsys.readouterr().err
