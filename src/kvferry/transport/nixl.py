@@ -332,6 +332,9 @@ class NixlTransport:
         for sender, bodies in arrived.items():
             for body in bodies:
                 self._inbox.put(PeerName(sender), body)
+        for peer in self._inbox.take_restarted():
+            if peer in self._peers:
+                self._peers[peer].outbox = Outbox()
 
     def _let_go_of(self, peer: PeerName) -> None:
         """The peer comes back while transfers of its last connection still run: they get no more time."""

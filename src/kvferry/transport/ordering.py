@@ -54,6 +54,7 @@ class Inbox:
     def __init__(self) -> None:
         self._streams: OrderedDict[PeerName, _Stream] = OrderedDict()
         self._known: set[PeerName] = set()
+        self._restarted: set[PeerName] = set()
         self.num_dropped = 0
 
     def admit(self, peer: PeerName) -> None:
@@ -75,6 +76,8 @@ class Inbox:
             # A new connection starts at 0. Anything else is the tail of one that has ended.
             if stream is not None and place != 0:
                 return self._drop(peer, "its connection has ended")
+            if stream is not None:
+                self._restarted.add(peer)
             ready = stream.ready if stream else deque[bytes]()
             stream = self._streams[peer] = _Stream(connection, ready=ready)
         if not stream.next <= place < stream.next + MAX_AHEAD or place in stream.ahead:
@@ -96,6 +99,11 @@ class Inbox:
                 taken.extend((peer, body) for body in stream.ready)
                 stream.ready.clear()
                 stream.held_bytes = sum(map(len, stream.ahead.values()))
+        return taken
+
+    def take_restarted(self) -> set[PeerName]:
+        """Peers that have connected to us anew: they forgot our place too, so our Outbox to them must begin anew."""
+        taken, self._restarted = self._restarted, set()
         return taken
 
     def _bound_strangers(self, peer: PeerName, stream: _Stream) -> None:
