@@ -24,7 +24,7 @@ from kvferry.transport.chunks import CHUNK_BYTES
 from kvferry.transport.cost import CostModel, calibration_path, load_cost_model, save_cost_model
 from kvferry.transport.packer import unpack
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "measure", "run"]
 
 RUN_BYTES = (256, 1024, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 PIECE_BYTES = (64, 256, 1024, 4096, 32 << 10, 256 << 10)
@@ -42,8 +42,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Measure, print, save."""
-    threads = {"OMP_NUM_THREADS": str(args.threads)}
-    num_bytes = args.mib << 20
+    if not args.dry_run:
+        _check_writable()  # before minutes are spent
+    model = measure(args.mib << 20, args.repeats, args.threads, as_json=args.json)
+    if args.json:
+        print(json.dumps({"overlap": round(model.overlap, 3), "start_s": model.start_s, "origin": model.origin}))
+    else:
+        print(f"overlap of wire and copy: {model.overlap:.2f}")
+    if not args.dry_run:
+        path = save_cost_model(model)
+        if not args.json:
+            print(f"saved to {path}")
+    return ExitCode.OK
+
+
+def _check_writable() -> None:
+    try:
+        save_cost_model(load_cost_model(), calibration_path().with_suffix(".try"))
+        calibration_path().with_suffix(".try").unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(calibration_path())!r} ({error}): set KVFERRY_CACHE") from error
+
+
+def measure(num_bytes: int, repeats: int, num_threads: int, *, as_json: bool) -> CostModel:
+    """Start two processes, measure the curves between them and the overlap, print each point."""
+    threads = {"OMP_NUM_THREADS": str(num_threads)}
     ends = [ProcessEnd("nixl", name, (num_bytes,), environment=threads, wait=False) for name in (PREFILL, DECODE)]
     prefill, decode = ends
     try:
@@ -56,34 +79,21 @@ def run(args: argparse.Namespace) -> ExitCode:
             end.run(_touch)
         found = environment()
         model = CostModel(
-            read=decode.run(_transfers, Operation.READ, args.repeats),
-            write=decode.run(_transfers, Operation.WRITE, args.repeats),
-            copy=decode.run(_copies, args.threads, args.repeats),
+            read=decode.run(_transfers, Operation.READ, repeats),
+            write=decode.run(_transfers, Operation.WRITE, repeats),
+            copy=decode.run(_copies, num_threads, repeats),
             overlap=0.0,
             origin=f"{found['cpu']}, {found['cores']} cores",
         )
         for name, curve in (("read", model.read), ("write", model.write), ("copy", model.copy)):
             for length, seconds in curve:
-                _show(args.json, name, length, seconds)
+                _show(as_json, name, length, seconds)
         # With no overlap the prediction is an upper bound; how far below it the real thing stays tells the overlap.
-        row = measure_case("e", num_bytes, args.repeats, args.threads, prefill, decode, timeout_s=600.0)
+        row = measure_case("e", num_bytes, repeats, num_threads, prefill, decode, timeout_s=600.0)
     finally:
         for end in ends:
             end.close()
-    model = _with_overlap(model, row)
-    if args.json:
-        print(json.dumps({"overlap": round(model.overlap, 3), "start_s": model.start_s, "origin": model.origin}))
-    else:
-        print(f"overlap of wire and copy: {model.overlap:.2f}")
-    if not args.dry_run:
-        try:
-            save_cost_model(model)
-        except OSError as error:
-            raise ConfigError(f"cannot write {str(calibration_path())!r} ({error}): set KVFERRY_CACHE") from error
-        assert load_cost_model() == model, "a calibration that was saved is found again"
-        if not args.json:
-            print(f"saved to {calibration_path()}")
-    return ExitCode.OK
+    return _with_overlap(model, row)
 
 
 def _show(as_json: bool, name: str, length: int, seconds: float) -> None:
