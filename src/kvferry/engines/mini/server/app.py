@@ -305,7 +305,14 @@ class WorkerServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         state = self._state()
-        return _json({"status": "ok" if state == "ready" else "unavailable", "reason": state}, state != "ready")
+        told = {"status": "ok" if state == "ready" else "unavailable", "reason": state}
+        # A refused peer does not make this worker unwell: it still serves, and pairs with the others.
+        return _json({**told, "refused_peers": self._refused_peers()}, state != "ready")
+
+    def _refused_peers(self) -> dict[str, str]:
+        """Peers that are refused now, and why."""
+        refused = getattr(self._worker, "refused_peers", None)
+        return refused() if refused is not None else {}
 
     def _state(self) -> str:
         if self._engine.failure is not None:
@@ -319,7 +326,7 @@ class WorkerServer:
         handoff_stats = getattr(self._worker, "handoff_stats", None)
         if handoff_stats is not None:
             self._engine_stats = {**self._engine_stats, **numbers_of(handoff_stats(), "handoff_")}
-        text = self._metrics.text(self._engine.num_open, self._engine_stats)
+        text = self._metrics.text(self._engine.num_open, self._engine_stats, self._refused_peers())
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _describe(self, _: web.Request) -> web.Response:

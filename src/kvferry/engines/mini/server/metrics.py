@@ -12,6 +12,9 @@ __all__ = ["WorkerMetrics"]
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
+_REASON_CHARS = 300
+"""Of a refusal, in a label: enough for the first facts; /health has all of it."""
+
 
 class WorkerMetrics:
     """One registry a server, so that two servers in one process do not meet."""
@@ -47,6 +50,9 @@ class WorkerMetrics:
             registry=registry,
         )
         self._open = Gauge("kvferry_open_sequences", "Sequences that have not ended", registry=registry)
+        self._refused = Gauge(
+            "kvferry_peer_refused", "1 for each peer that is refused now", ["peer", "reason"], registry=registry
+        )
         self._engine: dict[str, Gauge] = {}
         for source in ("handed_over", "cached", "recomputed"):
             self._prompt_tokens.labels(source)
@@ -72,9 +78,17 @@ class WorkerMetrics:
             self._transfer.observe(served.transfer_ms / 1e3)
             self._wait.observe(served.wait_ms / 1e3)
 
-    def text(self, num_open: int, engine_stats: Mapping[str, float]) -> bytes:
-        """The exposition format. `engine_stats` are numbers of the engine by name, nested names joined by `_`."""
+    def text(
+        self, num_open: int, engine_stats: Mapping[str, float], refused_peers: Mapping[str, str] | None = None
+    ) -> bytes:
+        """The exposition format. `engine_stats` are numbers of the engine by name, nested names joined by `_`.
+
+        `refused_peers`: who is refused now, and why.
+        """
         self._open.set(num_open)
+        self._refused.clear()
+        for peer, reason in (refused_peers or {}).items():
+            self._refused.labels(peer, reason[:_REASON_CHARS]).set(1)
         for name, value in engine_stats.items():
             if name not in self._engine:
                 self._engine[name] = Gauge(f"kvferry_engine_{name}", f"Engine: {name}", registry=self._registry)

@@ -1,0 +1,124 @@
+"""Handshakes between real processes over real NIXL: a refusal that explains itself, and releases that differ.
+
+R1, R10, R11, R24.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Answer, complete, get, metrics
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
+
+FLAGS = (
+    "--num-blocks", "200", "--threads", "1", "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5",
+    "--transfer-deadline", "8",
+)  # fmt: skip
+WITHIN_S = 1.0
+_dice = random.Random(4)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def fleet(mode: str, tiny: Path, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(tmp_path, *FLAGS, model=str(tiny), mode=mode) as fleet:
+        yield fleet
+
+
+def a_prompt(num_tokens: int = 48) -> list[int]:
+    """New each time, so that no cache knows it."""
+    return [_dice.randint(3, 263) for _ in range(num_tokens)]
+
+
+def hand_over(p: Process, d: Process, prompt: list[int], transfer: str) -> tuple[Answer, float]:
+    """Prefill, then decode, as a router in pull mode does; decode's answer, and how long it took."""
+    first = complete(
+        p.url, prompt, max_tokens=1, ignore_eos=True,
+        kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
+    )  # fmt: skip
+    assert first.whole, first
+    assert first.params is not None, first
+    begin_s = time.monotonic()
+    answer = complete(d.url, prompt, max_tokens=4, ignore_eos=True, kv_transfer_params=first.params)
+    return answer, time.monotonic() - begin_s
+
+
+def refused_by(process: Process) -> dict[str, str]:
+    """GET /health."""
+    told: dict[str, Any] = get(process.url, "/health")
+    assert told["status"] == "ok"
+    refused: dict[str, str] = told["refused_peers"]
+    return refused
+
+
+def test_a_refusal_is_clear_quick_and_mended_on_one_side(fleet: Fleet) -> None:  # R1 R10 R24
+    p = fleet.worker("p", "--dtype", "bfloat16", role="prefill")
+    d = fleet.worker("d", "--dtype", "float32", role="decode")
+    strict = fleet.worker("strict", "--dtype", "float32", "--on-failure", "fail", role="decode")
+    for process in (p, d, strict):
+        process.wait_ready()
+    right = complete(strict.url, (prompt := a_prompt()), max_tokens=4, ignore_eos=True)
+
+    answer, after_s = hand_over(p, d, prompt, "t1")
+    assert answer.whole, answer
+    assert answer.token_ids == right.token_ids  # recomputed
+    assert answer.kvferry["handed_over"] == 0
+    for word in ("kv.dtype", "model.dtype", "'bfloat16'", "'float32'", "'p'", "'d'", "--dtype bfloat16"):
+        assert word in answer.kvferry["why"], answer.kvferry
+    assert after_s < WITHIN_S
+
+    failed, after_s = hand_over(p, strict, a_prompt(), "t2")
+    assert failed.clear_error, failed
+    assert failed.error is not None
+    assert "kv.dtype" in failed.error["message"]
+    assert "--dtype bfloat16" in failed.error["message"]
+    assert after_s < WITHIN_S
+
+    for process, peer in ((d, "p"), (strict, "p")):
+        assert "kv.dtype" in refused_by(process)[peer]
+        assert metrics(process.url)["kvferry_engine_handoff_refused_peers"] == 1
+    assert set(refused_by(p)) == {"d", "strict"}
+    assert any(name.startswith('kvferry_peer_refused{peer="d"') for name in metrics(p.url))
+
+    incarnation = d.describe()["incarnation"]
+    p.set_flag("--dtype", "float32")
+    p.restart()
+    for number, process in enumerate((d, strict)):
+        mended, _ = hand_over(p, process, prompt := a_prompt(), f"mended-{number}")
+        assert mended.kvferry["handed_over"] == len(prompt), (mended, fleet.tails())
+    assert d.describe()["incarnation"] == incarnation  # it was not started again
+    assert refused_by(d) == {}
+
+
+@pytest.mark.parametrize("older", ["p", "d"])
+def test_an_old_and_a_new_worker_serve_together(fleet: Fleet, older: str) -> None:  # R9 R11
+    roles = {"p": "prefill", "d": "decode"}
+    workers = {
+        name: fleet.worker(
+            name, "--dtype", "float32", *(["--protocol-max", "1"] if name == older else []), role=roles[name]
+        )
+        for name in roles
+    }
+    for process in workers.values():
+        process.wait_ready()
+    answer, _ = hand_over(workers["p"], workers["d"], prompt := a_prompt(), "t1")
+    assert answer.kvferry["handed_over"] == len(prompt), (answer, fleet.tails())
+    spoken = workers["d"].log.read_text()
+    assert "handshake accepted peer=p" in spoken
+    assert "protocol=1 verdict=notes" in spoken
