@@ -8,11 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.handoff.driver import Driver
+from kvferry.handoff.mover import Mover
 from kvferry.handoff.orders import Failed, Introduce, Landed, Offer, StepOrders, Want
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import block_major, head_range
-from kvferry.layout.description import CacheLayout, Rank
+from kvferry.layout.description import CacheLayout, Rank, Region
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings, Verify
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
@@ -79,22 +80,35 @@ class Engine:
                 )
             )
         self.seen = [Seen() for _ in range(num_ranks)]
-        self.drivers = [
-            Driver(
-                transport=make_transport(peer_name(self.engine, self.incarnation, index)),
-                layout=layout,
-                memory_owners=[self.caches[index]],
-                engine=self.engine,
-                incarnation=self.incarnation,
-                rank=index,
-                num_ranks=num_ranks,
-                settings=settings,
-                engine_layouts=self.layouts,
+        self.drivers: list[Driver] = []
+        self.movers: list[Mover | None] = []
+        for index, layout in enumerate(self.layouts):
+            transport = make_transport(peer_name(self.engine, self.incarnation, index))
+            mover, more_regions = self.mover_for(layout, self.caches[index], transport)
+            self.movers.append(mover)
+            self.drivers.append(
+                Driver(
+                    transport=transport,
+                    layout=layout,
+                    memory_owners=[self.caches[index]],
+                    engine=self.engine,
+                    incarnation=self.incarnation,
+                    rank=index,
+                    num_ranks=num_ranks,
+                    settings=settings,
+                    engine_layouts=self.layouts,
+                    mover=mover,
+                    more_regions=more_regions,
+                )
             )
-            for index, layout in enumerate(self.layouts)
-        ]
         for driver in self.drivers:
             driver.start()
+
+    def mover_for(
+        self, layout: CacheLayout, owner: object, transport: Transport
+    ) -> tuple[Mover | None, Sequence[Region]]:
+        """What moves its bytes, and the memory that this needs: the driver's own by default."""
+        return None, ()
 
     def hello(self) -> bytes:
         ranks = tuple(

@@ -1,0 +1,236 @@
+"""Two engines' machines face to face: a clock moved by hand, messages and posts carried by hand."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Post, Send
+from kvferry.handoff.core import RankCore
+from kvferry.handoff.orders import Cancel, Hold, Offer, StepOrders, StepReport, Want, Withdraw
+from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
+from kvferry.testing.clock import FakeClock
+from kvferry.wire.handoff_messages import Message
+
+TTL_S, RENEW_S, QUARANTINE_S, DEADLINE_S = 10.0, 2.0, 1.0, 60.0
+
+
+@dataclass
+class FakePorts:
+    """Answers to what machines ask; change them at any time."""
+
+    unit: int = 1
+    seconds: float = 0.1
+    strangers: frozenset[int] = frozenset()
+    """Ranks that owe us nothing."""
+    told: bytes = b""
+    cells: int = 0
+
+    def owes(self, peer: Peer) -> bool:
+        return peer.rank not in self.strangers
+
+    def unit_tokens(self, peer: Peer) -> int:
+        return self.unit
+
+    def write_s(self, peer: Peer, num_tokens: int) -> float:
+        return self.seconds
+
+    def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
+        return self.told
+
+    def check(
+        self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
+    ) -> int:
+        return self.cells
+
+
+@dataclass
+class Rank:
+    """One RankCore, and what it has asked for."""
+
+    core: RankCore
+    name: PeerName
+    ports: FakePorts
+    posts: list[Post] = field(default_factory=list)
+    disconnected: list[PeerName] = field(default_factory=list)
+    report: StepReport = field(default_factory=StepReport)
+
+    def collect(self) -> StepReport:
+        """All ends so far."""
+        new, old = self.core.take_report(), self.report
+        if new is not None:
+            self.report = StepReport(
+                landed=old.landed + new.landed,
+                failed=old.failed + new.failed,
+                released=old.released | new.released,
+                taken=old.taken | new.taken,
+            )
+            assert not old.released & new.released, "released twice"  # I4
+        return self.report
+
+
+class Pair:
+    """A prefill and a decode engine that know each other. Messages wait in `wires` until `deliver`."""
+
+    def __init__(
+        self,
+        mode: TransferMode,
+        *,
+        prefill_ranks: int = 1,
+        decode_ranks: int = 1,
+        prepare: Callable[[RankCore], None] = lambda core: None,
+        limits: MachineLimits | None = None,
+    ) -> None:
+        self.mode, self.clock, self._prepare, self._limits = mode, FakeClock(), prepare, limits
+        self.settings = FerrySettings(
+            transfer=TransferSettings(mode=mode, deadline_s=DEADLINE_S),
+            lease=LeaseSettings(ttl_s=TTL_S, renew_every_s=RENEW_S, quarantine_s=QUARANTINE_S),
+        )
+        self.wires: list[tuple[PeerName, Peer, Message]] = []
+        self.prefill: list[Rank] = []
+        self.decode: list[Rank] = []
+        self.prefill_start = self.decode_start = 1
+        self.start_prefill(prefill_ranks)
+        self.start_decode(decode_ranks)
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now_s()
+
+    def _start(self, engine: str, start: int, num_ranks: int) -> list[Rank]:
+        incarnation = Incarnation(f"{engine}{start}")
+        ranks = []
+        for index in range(num_ranks):
+            ports = FakePorts()
+            core = RankCore(self.settings, ports, ports, incarnation, num_ranks=num_ranks, limits=self._limits)
+            self._prepare(core)
+            ranks.append(Rank(core, peer_name(EngineId(engine), incarnation, index), ports))
+        return ranks
+
+    def start_prefill(self, num_ranks: int = 1) -> None:
+        self.prefill = self._start("p", self.prefill_start, num_ranks)
+        self._introduce()
+
+    def start_decode(self, num_ranks: int = 1) -> None:
+        self.decode = self._start("d", self.decode_start, num_ranks)
+        self._introduce()
+
+    def restart_decode(self) -> None:
+        """The decode engine dies and comes back under its name."""
+        self.decode_start += 1
+        self.start_decode(len(self.decode))
+
+    def restart_prefill(self) -> None:
+        self.prefill_start += 1
+        self.start_prefill(len(self.prefill))
+
+    def _introduce(self) -> None:
+        for rank in self.prefill:
+            if self.decode:
+                rank.core.introduce(EngineId("d"), Incarnation(f"d{self.decode_start}"), len(self.decode), self.now_s)
+        for rank in self.decode:
+            rank.core.introduce(EngineId("p"), Incarnation(f"p{self.prefill_start}"), len(self.prefill), self.now_s)
+        self.act()
+
+    # ---- carrying
+
+    def act(self) -> None:
+        """Take what the machines ask for; messages go onto the wires."""
+        for rank in (*self.prefill, *self.decode):
+            due_s = rank.core.next_deadline_s()
+            if due_s is not None and due_s <= self.now_s:
+                rank.core.tick(self.now_s)
+            actions: list[Action] = rank.core.take_actions()
+            for action in actions:
+                if isinstance(action, Send):
+                    self.wires.append((rank.name, action.peer, action.message))
+                elif isinstance(action, Post):
+                    rank.posts.append(action)
+                elif isinstance(action, Disconnect):
+                    rank.disconnected.append(action.peer.name)
+            rank.collect()
+
+    def find(self, name: PeerName) -> Rank | None:
+        return next((rank for rank in (*self.prefill, *self.decode) if rank.name == name), None)
+
+    def hand(self, sender: PeerName, peer: Peer, message: Message) -> None:
+        """One message to whoever lives at that address now, whatever incarnation was meant."""
+        ranks = self.prefill if peer.engine == "p" else self.decode
+        if peer.rank < len(ranks):
+            ranks[peer.rank].core.message(sender, message, self.now_s)
+            self.act()
+
+    def deliver(self, *, only: Callable[[Message], bool] = lambda message: True) -> None:
+        """Carry messages until none is left; those not wanted are lost."""
+        while self.wires:
+            sender, peer, message = self.wires.pop(0)
+            if only(message):
+                self.hand(sender, peer, message)
+
+    def step(self, seconds: float, *, deliver: bool = True, only: Callable[[Message], bool] = lambda m: True) -> None:
+        """Let time pass in small steps, with deadlines and messages."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.clock.advance(min(0.25, until_s - self.now_s))
+            for rank in (*self.prefill, *self.decode):
+                rank.core.tick(self.now_s)
+            self.act()
+            if deliver:
+                self.deliver(only=only)
+
+    def finish(self, rank: Rank, index: int = 0, error: str | None = None) -> None:
+        """End one post: its message goes off, its completion comes."""
+        post = rank.posts.pop(index)
+        if error is None and post.message is not None:
+            self.wires.append((rank.name, post.peer, post.message))
+        rank.core.completed(post.post, error, self.now_s)
+        self.act()
+
+    def finish_all(self) -> None:
+        """End everything well, and carry what follows."""
+        busy = True
+        while busy:
+            self.deliver()
+            busy = False
+            for rank in (*self.prefill, *self.decode):
+                if rank.posts:
+                    self.finish(rank)
+                    busy = True
+
+    # ---- orders
+
+    def order(self, ranks: Sequence[Rank], orders: StepOrders) -> None:
+        for rank in ranks:
+            rank.core.orders(orders, self.now_s)
+        self.act()
+
+    def offer(
+        self, transfer: str, stop: int = 4, *, final: bool = True, blocks: tuple[int, ...] = (1, 2, 3, 4)
+    ) -> None:
+        tables = (BlockTable(0, 0, blocks),)
+        offer = Offer(TransferId(transfer), RequestId("rp"), tables, TokenRange(0, stop), final)
+        self.order(self.prefill, StepOrders(offer=(offer,)))
+
+    def want(self, transfer: str, start: int = 0, stop: int = 4, *, blocks: tuple[int, ...] = (5, 6, 7, 8)) -> None:
+        want = Want(
+            TransferId(transfer),
+            RequestId("rd"),
+            EngineId("p"),
+            Incarnation(f"p{self.prefill_start}"),
+            self.mode,
+            (BlockTable(0, 0, blocks),),
+            TokenRange(start, stop),
+            DEADLINE_S,
+        )
+        self.order(self.decode, StepOrders(want=(want,)))
+
+    def cancel(self, transfer: str) -> None:
+        cancel = Cancel(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"), "gone")
+        self.order(self.decode, StepOrders(cancel=(cancel,)))
+
+    def hold(self, transfer: str) -> None:
+        hold = Hold(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"))
+        self.order(self.decode, StepOrders(hold=(hold,)))
+
+    def withdraw(self, transfer: str) -> None:
+        self.order(self.prefill, StepOrders(withdraw=(Withdraw(TransferId(transfer), "aborted"),)))

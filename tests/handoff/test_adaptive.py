@@ -1,0 +1,96 @@
+"""Hand-offs whose short runs go through staging memory: the same bytes arrive as by direct runs."""
+
+import numpy as np
+import pytest
+
+from kvferry.handoff.adaptive import AdaptiveMover
+from kvferry.handoff.orders import StepOrders
+from kvferry.ids import PeerName
+from kvferry.layout.description import CacheLayout, Region
+from kvferry.settings import Role, TransferMode, Verify
+from kvferry.testing.clock import FakeClock
+from kvferry.transport.base import Transport
+from kvferry.transport.cost import CostModel
+from kvferry.transport.packer import region_views
+from kvferry.transport.staging import StagingPool
+from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
+from tests.handoff.posts import a_write
+
+ALWAYS_STAGED = CostModel(
+    read=((1, 1.0),), write=((1, 1.0),), copy=((1, 1e-12),), start_s=0.0, overlap=1.0, origin="a test: runs are dear"
+)
+NEVER_STAGED = CostModel(read=((1, 1e-9),), write=((1, 1e-9),), copy=((1, 1.0),), origin="a test: copies are dear")
+NUM_TOKENS = 700
+
+
+class StagingEngine(Engine):
+    """Engines whose drivers have an AdaptiveMover."""
+
+    costs = ALWAYS_STAGED
+    clock: FakeClock | None = None
+
+    def mover_for(
+        self, layout: CacheLayout, owner: object, transport: Transport
+    ) -> tuple[AdaptiveMover, tuple[Region, ...]]:
+        pool = StagingPool(64 << 10)
+        views = region_views(layout.regions, [owner])
+        mover = AdaptiveMover(transport, pool, len(layout.regions), views, self.costs, self.clock)
+        return mover, (pool.region,)
+
+
+class DirectEngine(StagingEngine):
+    costs = NEVER_STAGED
+
+
+def blocks(num_tokens: int, block_tokens: int, seed: int) -> list[int]:
+    count = -(-num_tokens // block_tokens)
+    return np.random.default_rng(seed).permutation(np.arange(1, count + 20))[:count].tolist()
+
+
+@pytest.mark.parametrize("kind", [StagingEngine, DirectEngine])
+@pytest.mark.parametrize("mode", list(TransferMode))
+def test_staged_and_direct_hand_offs_bring_the_same_bytes(kind: type[StagingEngine], mode: TransferMode) -> None:
+    """R22: block sizes that do not divide each other; chunks do not fit the pool all at once; decode has a prefix."""
+    _, transports = memory_transports()
+    settings = settings_for(mode, verify=Verify.ALL)
+    p = kind("p", Role.PREFILL, settings, transports, num_blocks=300, block_tokens=4)
+    d = kind("d", Role.DECODE, settings, transports, num_blocks=300, block_tokens=6)
+    try:
+        p.meet(d)
+        d.meet(p)
+        source, target = blocks(NUM_TOKENS, 4, 1), blocks(NUM_TOKENS, 6, 2)
+        p.fill(source, 1)
+        d.submit(StepOrders(want=(want("t1", p, mode, target, 7, NUM_TOKENS),)))
+        p.submit(StepOrders(offer=(offer("t1", source, 400, final=False),)))
+        p.submit(StepOrders(offer=(offer("t1", source, NUM_TOKENS, note=b"n"),)))
+        until(lambda: bool(d.seen[0].landed) and bool(p.seen[0].taken), p, d)
+        np.testing.assert_array_equal(d.tokens(target, 7, NUM_TOKENS), p.tokens(source, 7, NUM_TOKENS))
+        assert not d.tokens(target, 0, 7).any(), "decode's own prefix was overwritten"  # R30
+        (landed,) = d.seen[0].landed
+        assert landed.note == b"n"
+        posted_by = d if mode is TransferMode.PULL else p
+        num_staged = sum(mover.num_staged for mover in posted_by.movers if isinstance(mover, AdaptiveMover))
+        assert num_staged > 0 if kind is StagingEngine else num_staged == 0
+    finally:
+        d.close()
+        p.close()
+
+
+def test_a_chunk_that_might_outlive_the_lease_is_not_begun() -> None:
+    """R28: a part that started in time, on a prefill that was then stopped for longer than half of what was left."""
+    _, transports = memory_transports()
+    engine = StagingEngine("p", Role.PREFILL, settings_for(TransferMode.PUSH), transports, num_blocks=300)
+    clock = FakeClock()
+    transport = transports(PeerName("x/1/0"))
+    try:
+        engine.clock = clock
+        mover, _ = engine.mover_for(engine.layouts[0], engine.caches[0], transport)
+        post, link = a_write(engine, not_after_s=clock.now_s() + 1.0, until_s=clock.now_s() + 3.0)
+        assert mover.start(post, link) is None
+        clock.advance(2.5)
+        (moved,) = mover.poll()
+        assert moved.error == "the lease would have ended before its last chunk"
+        assert moved.num_runs == 0, "nothing was posted after the time"
+    finally:
+        engine.close()
+        transport.close()
