@@ -218,6 +218,8 @@ class Scheduler:
             return
         if asks:
             request.why = match.reason
+            if request.num_missing and not match.reason:
+                request.why = f"prefill offered no token beyond the {request.num_cached} that were cached here"
             if request.num_missing == 0:
                 plan.adopted.append(request)
             request.handoff_over = True
