@@ -18,9 +18,9 @@ from tests.e2e.fleet import Fleet
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_PROMPTS = 20
+LENGTHS = (5, 6, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 129, 200, 257, 400, 512, 1000, 2000)
 SHORT_TOKENS = 200
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 6
 FLAGS = ("--dtype", "float32", "--cache-gb", "0.5", "--no-prefix-caching", "--threads", "1")
 SENTENCES = (
     "The ferry leaves the harbour at seven in the morning, and most of the passengers are still asleep.",
@@ -36,15 +36,10 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """20 texts of 5 to 2,000 tokens, each as long as the one before times 1.37, and each with an order of its own."""
+    """20 texts of 5 to 2,000 tokens, each with an order of its own."""
     tokenizer = load_model(EngineSettings(model="smollm2", dtype="float32")).tokenizer
-    result = []
-    for number in range(NUM_PROMPTS):
-        length = round(5 * 400 ** (number / (NUM_PROMPTS - 1)))
-        chosen = random.Random(number).choices(SENTENCES, k=200)
-        result.append(tokenizer.encode(" ".join(chosen))[:length])
-    assert [len(result[0]), len(result[-1])] == [5, 2000]
-    return result
+    texts = [" ".join(random.Random(length).choices(SENTENCES, k=200)) for length in LENGTHS]
+    return [tokenizer.encode(text)[:length] for text, length in zip(texts, LENGTHS, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +104,7 @@ def test_prefill_and_decode_say_what_one_engine_says(  # R36, R12
         assert told["bytes"] == len(prompt) * 30 * 2 * 3 * 64 * 4, where
         assert told["verified"] > 0, where
         if fleet.mode == "pull":
-            assert told["verified"] >= 30 * 2 * len(prompt) // 16, where
+            assert told["verified"] >= 30 * 2 * max(1, len(prompt) // 32), where
     fleet.wait_blocks_free()
 
 

@@ -1,0 +1,422 @@
+"""What a user sees when something is not there, ends, or is wrong: real processes, real NIXL, both modes.
+
+Every test ends with every block free and every process well (fixture `healed`); the fleet ends with nothing left.
+"""
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Answer, Stream, complete, eventually, metrics, post
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
+
+LEASE_S, QUARANTINE_S = 2.0, 0.5
+FLAGS = (
+    "--dtype", "float32", "--num-blocks", "600", "--max-batch-tokens", "32", "--threads", "1",
+    "--lease-ttl", str(LEASE_S), "--lease-renew-every", "0.3", "--quarantine", str(QUARANTINE_S),
+    "--transfer-deadline", "8", "--handshake-timeout", "1",
+)  # fmt: skip
+LONG = 3000
+"""Prompt tokens that take prefill a while: about a hundred steps."""
+FREE_S = 12.0
+"""Deadline, lease and quarantine, and some for a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context of 4,096."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """p, d and a router; `strict` is a decode worker whose policy is to fail. It also says what is right."""
+    with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, model=str(tiny), mode=request.param) as fleet:
+        fleet.worker("p", role="prefill")
+        fleet.worker("d", role="decode")
+        fleet.worker("strict", "--on-failure", "fail", role="decode")
+        for worker in fleet.workers.values():
+            worker.wait_ready()
+        fleet.route(prefill=[fleet.workers["p"]], decode=[fleet.workers["d"]])
+        yield fleet
+
+
+@pytest.fixture(autouse=True)
+def healed(fleet: Fleet) -> Iterator[None]:
+    """Afterwards: what was killed is started again, the router knows it, and every block is free."""
+    yield
+    for worker in fleet.workers.values():
+        if not worker.running:
+            worker.restart()
+    _wait_usable(fleet)
+    fleet.wait_blocks_free(FREE_S)
+
+
+def _wait_usable(fleet: Fleet) -> None:
+    router = fleet.routers["router"]
+
+    def usable() -> bool:
+        told = router.describe()
+        known = {worker["url"]: worker["incarnation"] for worker in told.get("workers", []) if worker["usable"]}
+        return all(known.get(w.url) == w.describe().get("incarnation") for n, w in fleet.workers.items() if n in "pd")
+
+    eventually("the router uses both workers", usable, within_s=15)
+
+
+_dice = random.Random(20)
+
+
+def a_prompt(length: int) -> list[int]:
+    """New each time, so that no cache knows it."""
+    return [_dice.randint(3, 263) for _ in range(length)]
+
+
+def right(fleet: Fleet, prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """What one engine alone says."""
+    answer = complete(fleet.workers["strict"].url, prompt, max_tokens=max_tokens, ignore_eos=True)
+    assert answer.whole, answer
+    return answer.token_ids
+
+
+def ask(fleet: Fleet, prompt: list[int], **fields: Any) -> Answer:
+    """Through the router."""
+    return complete(fleet.url, prompt, ignore_eos=True, **fields)
+
+
+def prefill(fleet: Fleet, prompt: list[int], transfer: str) -> dict[str, Any]:
+    """What a router does first in pull mode: the parameters for decode."""
+    answer = complete(
+        fleet.workers["p"].url, prompt, max_tokens=1, ignore_eos=True,
+        kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
+    )  # fmt: skip
+    assert answer.whole and answer.params is not None, answer
+    return answer.params
+
+
+def decode(worker: Process, prompt: list[int], params: object, **fields: Any) -> Answer:
+    """What a router does next."""
+    return complete(worker.url, prompt, ignore_eos=True, kv_transfer_params=params, **fields)
+
+
+def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why: str) -> None:
+    """The client got the right tokens, and is told that nothing was handed over, and why."""
+    assert answer.whole, answer
+    assert answer.token_ids == expected
+    assert answer.kvferry["handed_over"] == 0 and answer.kvferry["recomputed"] == num_prompt, answer.kvferry
+    for part in why:
+        assert part in answer.kvferry["why"], answer.kvferry
+
+
+def assert_error(answer: Answer, status: int, *parts: str, code: str | None = None) -> None:
+    """An OpenAI error body with the status, and a message with these parts."""
+    assert answer.status == status, answer
+    assert answer.clear_error and answer.error is not None, answer
+    assert set(answer.error) == {"message", "type", "param", "code"}, answer.error
+    for part in parts:
+        assert part in answer.error["message"], answer.error
+    if code is not None:
+        assert answer.error["code"] == code, answer.error
+
+
+def assert_hands_over(fleet: Fleet) -> None:
+    """The pair works: a new prompt is handed over whole."""
+    prompt = a_prompt(100)
+    answer = ask(fleet, prompt)
+    assert answer.whole, answer
+    assert answer.kvferry["handed_over"] == 100 and answer.kvferry["why"] == "", (answer.kvferry, fleet.tails())
+    assert answer.token_ids == right(fleet, prompt)
+
+
+def in_background(work: Callable[[], Answer]) -> Callable[[], Answer]:
+    """Start it now; the result when called."""
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return lambda: future.result(60)
+
+
+def wait_steps(worker: Process, more_than: float) -> None:
+    """Until it computes."""
+    eventually(
+        f"{worker.name} computes",
+        lambda: metrics(worker.url).get("kvferry_engine_steps", 0) > more_than,
+        within_s=30, every_s=0.002,
+    )  # fmt: skip
+
+
+def steps(worker: Process) -> float:
+    """Steps since the start."""
+    return metrics(worker.url)["kvferry_engine_steps"]
+
+
+# ---- prefill
+
+
+def test_prefill_is_not_there(fleet: Fleet) -> None:
+    prompt = a_prompt(70)
+    fleet.workers["p"].kill()
+    for streamed in (False, True):
+        answer = ask(fleet, prompt, stream=streamed)
+        if not streamed:
+            assert_recomputed(answer, right(fleet, prompt), 70, "p", fleet.workers["p"].url)
+        assert answer.whole and answer.token_ids == right(fleet, prompt)
+
+
+def test_prefill_dies_before_it_computes(fleet: Fleet) -> None:
+    """It has taken the connection, and does not answer any more."""
+    prompt = a_prompt(70)
+    fleet.workers["p"].signal(signal.SIGSTOP)
+    result = in_background(lambda: ask(fleet, prompt))
+    eventually(
+        "the router waits for prefill",
+        lambda: any(w["open_requests"] for w in fleet.routers["router"].describe()["workers"] if "p" in str(w["engine"])),
+    )
+    fleet.workers["p"].kill()
+    assert_recomputed(result(), right(fleet, prompt), 70, "p", "broke the connection")
+
+
+def test_prefill_dies_while_it_computes(fleet: Fleet) -> None:
+    prompt, p = a_prompt(LONG), fleet.workers["p"]
+    before = steps(p)
+    result = in_background(lambda: ask(fleet, prompt))
+    wait_steps(p, before + 5)
+    p.kill()
+    assert_recomputed(result(), right(fleet, prompt), LONG, "p")
+
+
+def test_prefill_dies_after_it_has_computed(fleet: Fleet) -> None:
+    """Decode comes for the KV, and nobody is there; it may know that worker, or not."""
+    for known in (True, False):
+        if known:
+            assert_hands_over(fleet)
+        elif fleet.workers["d"].running:
+            fleet.workers["d"].restart()
+        prompt = a_prompt(50)
+        params = prefill(fleet, prompt, f"after-{fleet.mode}-{known}")
+        fleet.workers["p"].kill()
+        answer = decode(fleet.workers["d"], prompt, params)
+        assert_recomputed(answer, right(fleet, prompt), 50, "p" if known else params["remote_host"])
+        fleet.workers["p"].restart()
+        _wait_usable(fleet)
+
+
+def test_policy_fail_says_what_is_wrong(fleet: Fleet) -> None:
+    prompt = a_prompt(50)
+    params = prefill(fleet, prompt, f"fail-{fleet.mode}")
+    fleet.workers["p"].kill()
+    for streamed in (False, True):
+        answer = decode(fleet.workers["strict"], prompt, params, stream=streamed)
+        assert_error(answer, 500, "p")
+        assert "on_failure" in answer.error["message"] or "gone" in answer.error["message"], answer.error
+
+
+def test_a_prefill_that_restarts_at_its_address_works_again(fleet: Fleet) -> None:
+    assert_hands_over(fleet)
+    for _ in range(2):
+        fleet.workers["p"].restart()
+        _wait_usable(fleet)
+        assert_hands_over(fleet)
+
+
+def test_params_of_a_prefill_that_has_restarted_since(fleet: Fleet) -> None:
+    """The new incarnation does not have that KV: it must not be asked for it as if it had."""
+    prompt = a_prompt(60)
+    params = prefill(fleet, prompt, f"old-{fleet.mode}")
+    fleet.workers["p"].restart()
+    params |= {"remote_port": fleet.workers["p"].describe()["side_channel"]["port"]}
+    answer = decode(fleet.workers["d"], prompt, params)
+    assert_recomputed(answer, right(fleet, prompt), 60, params["remote_incarnation"])
+
+
+# ---- decode
+
+
+def test_decode_is_not_there(fleet: Fleet) -> None:
+    fleet.workers["d"].kill()
+    for streamed in (False, True):
+        answer = ask(fleet, a_prompt(40), stream=streamed)
+        assert answer.status in (502, 503), answer
+        assert_error(answer, answer.status, "d", fleet.workers["d"].url)
+
+
+def test_decode_dies_in_the_middle_of_its_answer(fleet: Fleet) -> None:
+    """Text that has gone out cannot be taken back: the stream says that it is not whole. Never a good end."""
+    stream = Stream(
+        fleet.url,
+        {"prompt": a_prompt(40), "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
+    )
+    for number, _ in enumerate(stream.events()):
+        if number == 3:
+            fleet.workers["d"].kill()
+    answer = stream.answer
+    assert answer.status == 200 and not answer.done and answer.finish_reason is None, answer
+    assert answer.error is not None and "not whole" in answer.error["message"], answer
+
+
+def test_decode_dies_before_it_has_answered(fleet: Fleet) -> None:
+    prompt = a_prompt(40)
+    fleet.workers["d"].signal(signal.SIGSTOP)
+    result = in_background(lambda: ask(fleet, prompt))
+    eventually(
+        "the router waits for decode",
+        lambda: any(w["open_requests"] for w in fleet.routers["router"].describe()["workers"] if w["engine"] == "d"),
+    )
+    fleet.workers["d"].kill()
+    answer = result()
+    assert answer.status in (502, 503), answer
+    assert_error(answer, answer.status, "d")
+
+
+def test_a_decode_that_restarts_at_its_address_works_again(fleet: Fleet) -> None:
+    assert_hands_over(fleet)
+    for _ in range(2):
+        fleet.workers["d"].restart()
+        _wait_usable(fleet)
+        assert_hands_over(fleet)
+
+
+# ---- the client
+
+
+def test_a_client_that_hangs_up_while_decode_answers(fleet: Fleet) -> None:
+    stream = Stream(fleet.url, {"prompt": a_prompt(80), "max_tokens": 3900, "temperature": 0, "ignore_eos": True})
+    for number, _ in enumerate(stream.events()):
+        if number == 2:
+            stream.hang_up()
+            break
+    fleet.wait_blocks_free(5.0)
+
+
+def test_a_client_that_hangs_up_while_prefill_computes(fleet: Fleet) -> None:
+    p = fleet.workers["p"]
+    before = steps(p)
+    result = in_background(lambda: complete(fleet.url, a_prompt(LONG), timeout_s=0.3, ignore_eos=True))
+    wait_steps(p, before)
+    assert result().broken
+    fleet.wait_blocks_free(FREE_S)
+
+
+def test_a_client_that_hangs_up_while_decode_waits_for_kv(fleet: Fleet) -> None:
+    """Prefill is held still, so that decode waits; both forget the request."""
+    if fleet.mode == "pull":
+        params = prefill(fleet, prompt := a_prompt(60), "hang-up")
+        fleet.workers["p"].signal(signal.SIGSTOP)
+        answer = decode(fleet.workers["d"], prompt, params, timeout_s=1.0)
+    else:
+        fleet.workers["p"].signal(signal.SIGSTOP)
+        answer = ask(fleet, a_prompt(60), timeout_s=1.0)
+    fleet.workers["p"].signal(signal.SIGCONT)
+    assert answer.broken, answer
+    fleet.wait_blocks_free(FREE_S)
+    assert_hands_over(fleet)
+
+
+# ---- wrong requests
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"remote_port": "seven"}, "remote_port"),
+        ({"remote_block_ids": 7}, "remote_block_ids"),
+        ({"transfer_mode": "teleport"}, "transfer_mode"),
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill"),
+        ({"remote_num_tokens": 1.5}, "remote_num_tokens"),
+    ],
+)
+def test_params_of_a_wrong_type_are_refused(fleet: Fleet, change: dict[str, Any], told: str) -> None:
+    params = {"do_remote_prefill": True, "transfer_id": "x", **change}
+    assert_error(decode(fleet.workers["d"], a_prompt(20), params), 400, "kv_transfer_params", told)
+
+
+def test_params_that_are_no_object_are_refused(fleet: Fleet) -> None:
+    assert_error(decode(fleet.workers["d"], a_prompt(20), [1, 2]), 400, "kv_transfer_params")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"transfer_id": None}, "kv_transfer_params lack transfer_id"),
+        ({"remote_host": None, "remote_port": None}, "kv_transfer_params lack remote_host, remote_port"),
+        ({"transfer_mode": "OTHER"}, "--transfer-mode"),
+        ({"remote_engine_id": "nobody"}, "nobody"),
+        ({"remote_engine_id": "d"}, "two engines have the id 'd'"),
+        ({"remote_incarnation": "0123456789abcdef"}, "0123456789abcdef"),
+        ({"remote_engine_id": "nobody-1", "remote_port": 1}, "127.0.0.1:1"),
+        ({"remote_engine_id": "nobody-2", "remote_host": "no-such-host.invalid"}, "no-such-host.invalid"),
+        ({"remote_num_tokens": 0}, "offered"),
+        ({"remote_num_tokens": -5}, "offered"),
+        ({"transfer_id": "never-offered"}, ""),
+    ],
+)
+def test_params_that_lead_nowhere(fleet: Fleet, change: dict[str, Any], why: str) -> None:
+    """The right tokens, computed on decode, with the reason; nothing is asked of the wrong one."""
+    if change.get("transfer_mode") == "OTHER":
+        change = {"transfer_mode": "push" if fleet.mode == "pull" else "pull"}
+    prompt = a_prompt(45)
+    params = prefill(fleet, prompt, f"nowhere-{random.getrandbits(40)}")
+    answer = decode(fleet.workers["d"], prompt, {**params, **change, "first_token": None}, timeout_s=30)
+    assert_recomputed(answer, right(fleet, prompt), 45, why)
+    assert answer.kvferry["why"], answer.kvferry
+
+
+def test_block_ids_and_counts_of_a_router_are_not_believed(fleet: Fleet) -> None:
+    """Decode asks prefill itself: wrong numbers in between lead to no wrong token."""
+    prompt = a_prompt(45)
+    params = prefill(fleet, prompt, f"wrong-{fleet.mode}")
+    wrong = {"remote_block_ids": [[0, -1, 10**9]], "remote_num_tokens": 10**9, "tp_size": 64, "first_token": None}
+    answer = decode(fleet.workers["d"], prompt, {**params, **wrong})
+    assert answer.whole and answer.token_ids == right(fleet, prompt), answer
+
+
+def test_one_transfer_id_twice(fleet: Fleet) -> None:
+    """The first takes it; the second computes, and says why."""
+    prompt = a_prompt(45)
+    params = prefill(fleet, prompt, f"twice-{fleet.mode}")
+    first = decode(fleet.workers["d"], prompt, params)
+    assert first.whole and first.kvferry["handed_over"] == 45, first.kvferry
+    second = decode(fleet.workers["strict"], prompt, params)
+    assert_error(second, 500, "taken")
+
+
+def test_a_prompt_that_is_too_long(fleet: Fleet) -> None:
+    for url in (fleet.url, fleet.workers["p"].url, fleet.workers["d"].url):
+        answer = complete(url, a_prompt(4097), max_tokens=1)
+        assert_error(answer, 400, "4097", "4096", code="context_length_exceeded")
+
+
+def test_bodies_that_are_no_request(fleet: Fleet) -> None:
+    for raw, status in ((b"{", 400), (b"[]", 400), (b"", 400), (b'{"prompt": "x", "n": "two"}', 400)):
+        answer = post(fleet.url, None, raw=raw)
+        assert_error(answer, status)
+
+
+# ---- time
+
+
+def test_a_lease_that_ended_before_decode_came(fleet: Fleet) -> None:  # R25
+    prompt = a_prompt(45)
+    params = prefill(fleet, prompt, f"late-{fleet.mode}")
+    eventually("prefill has its blocks back", lambda: not fleet.workers["p"].blocks_in_use(), within_s=LEASE_S + 5)
+    answer = decode(fleet.workers["d"], prompt, params)
+    assert_recomputed(answer, right(fleet, prompt), 45, "lease")
+    assert metrics(fleet.workers["p"].url)["kvferry_engine_handoff_expired_leases"] > 0
+
+
+def test_a_prefill_that_stops_in_the_middle_is_not_waited_for(fleet: Fleet) -> None:
+    """SIGSTOP after it has computed: decode recomputes by its deadline at the latest; prefill wakes up and is well."""
+    assert_hands_over(fleet)
+    prompt = a_prompt(45)
+    params = prefill(fleet, prompt, f"stopped-{fleet.mode}")
+    fleet.workers["p"].signal(signal.SIGSTOP)
+    answer = decode(fleet.workers["d"], prompt, params, timeout_s=20)
+    fleet.workers["p"].signal(signal.SIGCONT)
+    assert_recomputed(answer, right(fleet, prompt), 45, "p")
