@@ -49,7 +49,7 @@ THIRD_PARTY_HOMES = {
     "jinja2": {"engines"},
     "xxhash": {"layout", "handoff", "handshake", "engines", "testing"},
     "transformers": {"cli"},
-    "vllm": {"engines"},
+    "vllm": {"engines", "cli"},
     "pytest": {"testing"},
     "hypothesis": {"testing"},
 }

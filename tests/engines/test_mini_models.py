@@ -243,9 +243,7 @@ def test_a_missing_shard(tmp_path: Path) -> None:
 
 def test_weights_of_another_model(model: Path) -> None:
     _edit_config(model, intermediate_size=161)
-    with pytest.raises(
-        UnknownModel, match=r"'model\.layers\.0\.mlp\.gate_proj\.weight' has shape \(160, 96\).*\(161, 96\)"
-    ):
+    with pytest.raises(UnknownModel, match=r"'model\.layers\.0\.mlp\.gate_proj.*shape \(160, 96\).*\(161, 96\)"):
         _load(model)
     _edit_config(model, intermediate_size=160, num_hidden_layers=4)
     with pytest.raises(UnknownModel, match=r"lacks the tensor 'model\.layers\.3\.input_layernorm\.weight' \(96,\)"):

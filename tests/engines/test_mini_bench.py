@@ -1,0 +1,39 @@
+"""`kvferry bench engine` on a tiny model: it runs, counts, and writes what it should. No figure is judged."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.process]
+
+
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvferry", "bench", "engine", "--threads", "1", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_one_object_a_line_and_a_file_with_the_environment(tiny_directory: Path, tmp_path: Path) -> None:
+    sizes = ("--prompt-tokens", "8", "--new-tokens", "3", "--batches", "1", "2", "--repeats", "1")
+    result = _bench("--model", str(tiny_directory), "--dtypes", "float32", "--json", "--out", str(tmp_path), *sizes)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    found = [(line["engine"], line["dtype"], line["batch"]) for line in lines if line["engine"] != "vllm"]
+    assert found == [(engine, "float32", batch) for engine in ("mini", "transformers") for batch in (1, 2)]
+    assert all(line["prefill_tok_s"] > 0 and line["decode_tok_s"] > 0 for line in lines)
+    recorded = json.loads((tmp_path / "engine.json").read_text())
+    assert recorded["results"] == lines
+    assert {"cpu", "cores", "packages"} <= set(recorded["environment"])
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    for arguments, message in (
+        (("--model", str(tmp_path / "none")), "there is no model at"),
+        (("--vllm-python", str(tmp_path / "none")), "--vllm-python="),
+        (("--new-tokens", "1"), "--new-tokens must be 2 or more"),
+    ):
+        result = _bench(*arguments, *(() if "--model" in arguments else ("--model", str(tmp_path))))
+        assert result.returncode == 1
+        assert message in result.stderr
