@@ -16,8 +16,9 @@ from kvferry.transport.staging import StagingPool
 from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
 from tests.handoff.posts import a_write
 
+_DEAR_SHORT_RUNS = ((16, 1.0), (1 << 20, 1e-3))
 ALWAYS_STAGED = CostModel(
-    read=((1, 1.0),), write=((1, 1.0),), copy=((1, 1e-12),), start_s=0.0, overlap=1.0, origin="a test: runs are dear"
+    read=_DEAR_SHORT_RUNS, write=_DEAR_SHORT_RUNS, copy=((1, 1e-12),), start_s=0.0, origin="a test: short runs are dear"
 )
 NEVER_STAGED = CostModel(read=((1, 1e-9),), write=((1, 1e-9),), copy=((1, 1.0),), origin="a test: copies are dear")
 NUM_TOKENS = 700

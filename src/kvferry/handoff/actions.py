@@ -48,6 +48,8 @@ class Post:
     """On the last part: the range of the whole hand-off, for groups that keep a window or a state. Else None."""
     not_after_s: float
     """The driver starts it before this time, or not at all: it reports `completed(..., started=False)`."""
+    until_s: float
+    """When the lease ends under which it runs."""
     message: Wrote | None = None
     """WRITE: reaches the peer after the last byte."""
 

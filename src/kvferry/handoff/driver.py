@@ -20,7 +20,7 @@ from kvferry.handoff.mover import DirectMover, Moved, Mover
 from kvferry.handoff.orders import Introduce, StepOrders, StepReport
 from kvferry.handoff.ports import LinkPorts
 from kvferry.ids import EngineId, Incarnation, PeerName
-from kvferry.layout.description import CacheKind, CacheLayout
+from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Received, Transport
@@ -41,7 +41,8 @@ _CLOSE_S = 15.0
 class Driver:
     """Carries one rank's hand-offs. `submit`, `collect` and `stats` may be called from any thread and never block.
 
-    `memory_owners` keep the cache's memory alive until `close`. `engine_layouts`: the layouts of all ranks of our own
+    `memory_owners` keep the cache's memory alive until `close`. `more_regions` are registered behind the layout's: the
+    mover's staging memory. `engine_layouts`: the layouts of all ranks of our own
     engine, in the order of their Rank.index; needed on a prefill engine of several ranks, to push and to verify.
     """
 
@@ -60,10 +61,12 @@ class Driver:
         engine_layouts: Sequence[CacheLayout] = (),
         mover: Mover | None = None,
         memory: CacheMemory | None = None,
+        more_regions: Sequence[Region] = (),
     ) -> None:
         self._transport = transport
         self._layout = layout
         self._owners = tuple(memory_owners)
+        self._regions = (*layout.regions, *more_regions)
         self._rank = rank
         self._own_layouts = tuple(engine_layouts) or (layout,)
         self._complete = len(self._own_layouts) == num_ranks
@@ -169,7 +172,7 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            self._transport.register(self._layout.regions, self._owners)
+            self._transport.register(self._regions, self._owners)
             self._metadata = self._transport.metadata()
         except FerryError as error:
             self._start_error = error
@@ -184,6 +187,7 @@ class Driver:
                 logger.exception("driver fault; the hand-offs concerned end by their deadlines")
                 self._stop.wait(0.01)
         self._say_goodbye()
+        self._mover.close()
 
     def _turn(self) -> bool:
         """One round. True: something happened, so more may be there."""

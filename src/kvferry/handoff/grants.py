@@ -135,5 +135,6 @@ def write(grant: Grant, consumer: Consumer, part: WritePart, post: PostId, write
         tokens=part.tokens,
         whole=TokenRange(consumer.start, min(consumer.stop, grant.ready.stop)) if part.last else None,
         not_after_s=consumer.lease_s - write_s,
+        until_s=consumer.lease_s,
         message=wrote,
     )

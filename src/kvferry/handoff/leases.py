@@ -20,6 +20,8 @@ __all__ = ["Heartbeats", "Timers", "first_of"]
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 _MAX_UNACKED = 64
+_MIN_EVERY_S = 0.005
+"""However short a lease the peer states: it must not make us spin."""
 
 
 def first_of(*times_s: float | None) -> float | None:
@@ -96,8 +98,8 @@ class Heartbeats:
         beat = self._beats.get(peer.name)
         if beat is None:
             beat = self._beats[peer.name] = _Beat(peer, self._lease.renew_every_s)
-        if ttl_s is not None and ttl_s / 4 < beat.every_s:
-            beat.every_s = ttl_s / 4
+        if ttl_s is not None and max(_MIN_EVERY_S, ttl_s / 4) < beat.every_s:
+            beat.every_s = max(_MIN_EVERY_S, ttl_s / 4)
             self._timers.set(peer.name, now_s + beat.every_s)
         elif not beat.members:
             self._timers.set(peer.name, now_s + beat.every_s)

@@ -48,6 +48,10 @@ class Mover(Protocol):
         """Posts that have not ended."""
         ...
 
+    def close(self) -> None:
+        """On the driver's thread, before the transport's close: nothing touches memory after it."""
+        ...
+
 
 def runs_of(post: Post, flow: Flow) -> list[Runs]:
     """The byte runs of one part. Raises MalformedMessage where a peer's table is wrong."""
@@ -127,3 +131,6 @@ class DirectMover:
     def num_in_flight(self) -> int:
         """See Mover.num_in_flight."""
         return len(self._parts)
+
+    def close(self) -> None:
+        """See Mover.close: the transport ends what is in flight."""

@@ -23,6 +23,7 @@ from kvferry.ids import PeerName, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
 from kvferry.wire.handoff_messages import (
+    MAX_NOTE_BYTES,
     MAX_REASON_CHARS,
     Claim,
     Confirm,
@@ -77,7 +78,9 @@ class PrefillMachine:
             self._num_awaited -= 1
         grant.offered = True
         grant.base_s = now_s + self._lease.ttl_s if order.final else _NEVER
-        grant.tables, grant.ready, grant.final, grant.note = order.tables, order.ready, order.final, order.note
+        grant.tables, grant.ready, grant.final = order.tables, order.ready, order.final
+        # A longer one would be refused by every peer, and the whole message with it.
+        grant.note = order.note if len(order.note) <= MAX_NOTE_BYTES else b""
         for consumer in list(grant.consumers.values()):
             if consumer.state is ConsumerState.ACTIVE:
                 self._progress(grant, consumer, now_s)

@@ -204,4 +204,5 @@ def read(want: Want, source: Source, part: ReadPart, post: PostId) -> Post:
         tokens=part.tokens,
         whole=whole if part.last else None,
         not_after_s=source.lease_s,
+        until_s=source.lease_s,
     )

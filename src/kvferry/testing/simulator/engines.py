@@ -329,8 +329,9 @@ class DecodeEngine(SimEngine):
         if target.must_land:
             raise Violation("I6", f"{rank.name}: {failed.transfer} failed in calm: {failed.reason}")
         target.failures.add(rank.index)
+        assert target.wanted_s is not None
         for transfer in self.world.active.get(failed.transfer, ()):
-            if transfer.rank is rank and not transfer.over and not rank.engine.world.forgiven(rank, target.wanted_s):
+            if transfer.rank is rank and not transfer.over and not self.world.may_outlast(target.wanted_s):
                 raise Violation("R26", f"{rank.name}: {failed.transfer} reported while a read is in flight")
         self._check_content(rank, target, failed.arrived.stop, "arrived before it failed")
         if not target.failed:

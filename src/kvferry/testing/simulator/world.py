@@ -213,9 +213,9 @@ class World:
         if since_s is not None and self.scenario.calm and self.now_s - since_s > PROMPT_S:
             raise Violation("I3", f"{engine.incarnation}: {transfer}, {what}, freed after {self.now_s - since_s:.2f} s")
 
-    def forgiven(self, rank: SimRank, wanted_s: float | None) -> bool:
-        """A read may outlast the report only where its time was over: past the deadline, or past the grace."""
-        return not self.scenario.smooth
+    def may_outlast(self, wanted_s: float) -> bool:
+        """A read may outlast the report of its failure only where its time was over: the deadline, or the grace."""
+        return not self.scenario.smooth or self.now_s - wanted_s > 0.8 * self.settings.transfer.deadline_s
 
     # ---- network
 
