@@ -18,7 +18,7 @@ from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import AxisOrder
 from kvferry.layout.description import CacheKind, CacheLayout, Tensor
-from kvferry.layout.pairing import pair
+from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
 from tests.layout.worlds import Config, Engine, Layer, Model, build
 
@@ -141,6 +141,11 @@ def _consumer(name: str, config: Config) -> Engine:
     return build(MODELS[name], config)
 
 
+@lru_cache(maxsize=64)
+def _edges(name: str, prefill: Config, decode: Config, tokens: int, rank: int) -> tuple[Edge, ...]:
+    return pair(_producer(name, prefill, tokens).engine.ranks, _consumer(name, decode).ranks[rank]).edges
+
+
 def _window(model: Model) -> int | None:
     return next((layer.window for layer in model.layers if layer.window), None)
 
@@ -155,7 +160,7 @@ def check(name: str, prefill: Config, decode: Config, tokens: int, hits: int = 0
         for layout in consumer.ranks:
             near, want = _memory(layout, 101), _memory(layout, 101)
             moved = enough = 0
-            for edge in pair(producer.engine.ranks, layout).edges:
+            for edge in _edges(name, prefill, decode, tokens, layout.rank.index):
                 far = producer.memory[edge.source_rank]
                 for runs in plan(edge, producer.tables, tables, wanted):
                     _copy(runs, far[runs.source_region], near[runs.destination_region])
@@ -202,6 +207,12 @@ class Matrix:
 BASE = Config(block_tokens=8, num_blocks=80)
 
 
+def _sized(config: Config, block_tokens: int, tokens: int) -> Config:
+    """With just enough blocks for two groups; no multiple of 7, the step in which _tables takes them."""
+    count = 2 * -(-tokens // block_tokens) + 2
+    return replace(config, block_tokens=block_tokens, num_blocks=count + (count % 7 == 0))
+
+
 def parallel(matrix: Matrix, name: str) -> None:
     """TP x TP and PP x PP; alternately HND to NHD with unequal memory forms, so that nothing lines up by chance."""
 
@@ -243,8 +254,8 @@ def blocks(matrix: Matrix, name: str) -> None:
                     matrix.add(
                         check(
                             name,
-                            replace(BASE, tp=2, block_tokens=p_block, order=p_order),
-                            replace(BASE, tp=1, block_tokens=d_block, order=d_order, memory="cross"),
+                            _sized(replace(BASE, tp=2, order=p_order), p_block, 150),
+                            _sized(replace(BASE, order=d_order, memory="cross"), d_block, 150),
                             150,
                             hits=0,
                         )
@@ -273,8 +284,10 @@ def prefixes(matrix: Matrix, name: str) -> None:
                     matrix.add(
                         check(
                             name,
-                            replace(BASE, block_tokens=p_block, order=ORDERS[hits % 2]),
-                            replace(BASE, block_tokens=d_block, order=ORDERS[hits // 2 % 2], memory="cross"),
+                            _sized(replace(BASE, order=ORDERS[hits % 2]), p_block, 3 * d_block + 3),
+                            _sized(
+                                replace(BASE, order=ORDERS[hits // 2 % 2], memory="cross"), d_block, 3 * d_block + 3
+                            ),
                             3 * d_block + 3,
                             hits=hits,
                         )
