@@ -192,10 +192,14 @@ async def test_several_prompts_go_to_decode_alone_visibly() -> None:
 
 
 async def test_the_clients_own_parameters_of_a_hand_off_are_dropped() -> None:
-    p, d = a_prefill(), a_decode()
+    p, d = a_prefill(script=decode_script), a_decode()
     async with fleet(p, d) as (url, _):
-        await post(url, {**BODY, "kv_transfer_params": {"remote_host": "evil"}})
-    assert b"evil" not in p.asked[0].raw + d.asked[0].raw
+        evil = {**BODY, "kv_transfer_params": {"remote_host": "evil"}}
+        for body in (evil, {**evil, "max_tokens": 1}, {**evil, "prompt": ["a", "b"]}):
+            await post(url, body)
+    asked = [*p.asked, *d.asked]
+    assert len(asked) == 4
+    assert not [one for one in asked if b"evil" in one.raw]
 
 
 async def test_work_is_spread() -> None:

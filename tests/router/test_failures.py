@@ -176,11 +176,12 @@ async def test_nothing_is_sent_twice_after_bytes_went_to_the_client(mode: str) -
     assert len(d0.asked) + len(d1.asked) == 1
 
 
-async def test_a_stream_that_breaks_before_its_first_byte_goes_elsewhere() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_stream_that_breaks_before_its_first_byte_goes_elsewhere(whole: bool) -> None:
     async def headers_only(request: web.Request, asked: Asked) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        return await cutting(request, asked)
+        return response if whole else await cutting(request, asked)
 
     async with fleet(a_prefill(), a_decode("d0", headers_only), a_decode("d1")) as (url, _):
         response, raw = await post(url, {**BODY, "stream": True})
