@@ -54,12 +54,14 @@ def test_staged_and_direct_hand_offs_bring_the_same_bytes(kind: type[StagingEngi
     """R22: block sizes that do not divide each other; chunks do not fit the pool all at once; decode has a prefix."""
     _, transports = memory_transports()
     settings = settings_for(mode, verify=Verify.ALL)
-    p = kind("p", Role.PREFILL, settings, transports, num_blocks=300, block_tokens=4)
-    d = kind("d", Role.DECODE, settings, transports, num_blocks=300, block_tokens=6)
+    # The side that posts has the shorter blocks: packing in its own memory makes the runs on the wire longer.
+    p_block, d_block = (6, 4) if mode is TransferMode.PULL else (4, 6)
+    p = kind("p", Role.PREFILL, settings, transports, num_blocks=300, block_tokens=p_block)
+    d = kind("d", Role.DECODE, settings, transports, num_blocks=300, block_tokens=d_block)
     try:
         p.meet(d)
         d.meet(p)
-        source, target = blocks(NUM_TOKENS, 4, 1), blocks(NUM_TOKENS, 6, 2)
+        source, target = blocks(NUM_TOKENS, p_block, 1), blocks(NUM_TOKENS, d_block, 2)
         p.fill(source, 1)
         d.submit(StepOrders(want=(want("t1", p, mode, target, 7, NUM_TOKENS),)))
         p.submit(StepOrders(offer=(offer("t1", source, 400, final=False),)))

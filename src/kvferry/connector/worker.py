@@ -3,13 +3,18 @@
 import logging
 from collections.abc import Sequence
 
+from kvferry.handoff.adaptive import AdaptiveMover
 from kvferry.handoff.driver import Driver
 from kvferry.handoff.orders import Introduce, StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, peer_name
-from kvferry.layout.description import CacheLayout
+from kvferry.layout.description import CacheLayout, MemoryKind, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
+from kvferry.transport.base import Transport
+from kvferry.transport.cost import load_cost_model
+from kvferry.transport.packer import region_views
 from kvferry.transport.registry import make_transport
+from kvferry.transport.staging import StagingPool
 
 __all__ = ["HandoffWorker", "start_worker"]
 
@@ -63,8 +68,12 @@ def start_worker(
     `owners` keep the memory alive. Raises ConfigError for a transport that cannot be had; then nothing is left behind.
     """
     rank = layout.rank.index
+    transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
+    mover, staging = (
+        _staged_mover(layout, owners, transport, settings) if settings.transfer.staging_bytes else (None, ())
+    )
     driver = Driver(
-        transport=make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank)),
+        transport=transport,
         layout=layout,
         memory_owners=owners,
         engine=engine,
@@ -72,6 +81,8 @@ def start_worker(
         rank=rank,
         num_ranks=num_ranks,
         settings=settings,
+        mover=mover,
+        more_regions=staging,
     )
     try:
         driver.start()
@@ -79,3 +90,14 @@ def start_worker(
         driver.close()
         raise
     return HandoffWorker(driver)
+
+
+def _staged_mover(
+    layout: CacheLayout, owners: Sequence[object], transport: Transport, settings: FerrySettings
+) -> tuple[AdaptiveMover, tuple[Region, ...]]:
+    """The mover that may stage, and its memory, to be registered behind the layout's regions."""
+    first = layout.regions[0]
+    device = first.device if first.kind is MemoryKind.VRAM else None
+    pool = StagingPool(settings.transfer.staging_bytes, device=device)
+    memory = region_views(layout.regions, owners)
+    return AdaptiveMover(transport, pool, len(layout.regions), memory, load_cost_model()), (pool.region,)
