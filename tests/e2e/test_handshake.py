@@ -3,6 +3,7 @@
 R1, R10, R11, R24.
 """
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import Answer, complete, get, metrics
+from kvferry.handshake.facts import Facts
+from kvferry.handshake.handshake import LocalSide, ask
+from kvferry.settings import Role, SideChannelSettings
+from kvferry.sidechannel.client import SideChannelClient
+from kvferry.wire.envelope import Kind, decode_envelope
+from kvferry.wire.hello import Hello, RankHello
+from tests.e2e.client import Answer, complete, eventually, get, metrics
 from tests.e2e.fleet import Fleet, Process
 from tests.engines.tiny_model import make_tiny_model
 
@@ -122,3 +129,45 @@ def test_an_old_and_a_new_worker_serve_together(fleet: Fleet, older: str) -> Non
     spoken = workers["d"].log.read_text()
     assert "handshake accepted peer=p" in spoken
     assert "protocol=1 verdict=notes" in spoken
+
+
+def test_a_thousand_refusals_leave_a_real_worker_as_it_was(fleet: Fleet) -> None:  # R24
+    p = fleet.worker("p", "--dtype", "float32", role="prefill").wait_ready()
+    told = p.describe()
+    theirs = Facts.from_json(told["facts"])
+    stranger = LocalSide(
+        theirs.replace({"role": "decode", "kv.dtype": "fp8_e4m3"}), _hello("stranger"), lambda peer: None
+    )
+    question = ask(stranger)
+    settings = SideChannelSettings(port=told["side_channel"]["port"])
+    client = SideChannelClient(settings)
+    try:
+
+        def refuse(num: int) -> None:
+            num_refused = 0
+            while num_refused < num:
+                reply = decode_envelope(client.ask(told["side_channel"]["host"], settings.port, question))
+                assert reply.kind in (Kind.REFUSE, Kind.BUSY)
+                num_refused += reply.kind is Kind.REFUSE
+                assert reply.kind is Kind.BUSY or "kv.dtype" in reply.reason
+
+        refuse(100)  # what is made once
+        before = _holds(p.pid)
+        refuse(1000)
+        eventually("descriptors and threads as before", lambda: _holds(p.pid)[:2] == before[:2])
+        assert _holds(p.pid)[2] - before[2] < 8 << 20
+    finally:
+        client.close()
+    assert list(refused_by(p)) == ["stranger"]
+
+
+def _hello(name: str) -> Hello:
+    rank = RankHello(layout=b"never decoded", transport="nixl", transport_metadata=b"never used")
+    return Hello(engine=name, incarnation="i1", role=Role.DECODE, ranks=(rank,))
+
+
+def _holds(pid: int) -> tuple[int, int, int]:
+    """Descriptors, threads and resident bytes of a process."""
+    proc = Path(f"/proc/{pid}")
+    resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())), resident
