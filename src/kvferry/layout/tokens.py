@@ -189,6 +189,8 @@ def shared_span(
     """
     if pair.state:
         return _shared_state(edge, pair, source, destination, wanted, end)
+    if pair.whole and source.cp_rank == destination.cp_rank:
+        _check_phase(source, destination)
     start = max(wanted.start, source.first_token, destination.first_token)
     stop = max(start, min(wanted.stop, source.end, destination.end))
     window = edge.destination.groups[pair.destination].window_tokens
@@ -219,6 +221,15 @@ def _shared_state(
                 f"the one after token {end} is needed. Compute the same prompt tokens on prefill as decode wants"
             )
     return Span(end, end, True)
+
+
+def _check_phase(source: Holder, destination: Holder) -> None:
+    offset = source.first_local - destination.first_local
+    if offset % source.block_tokens:
+        raise MalformedMessage(
+            f"blocks that move whole begin at token {source.first_token} on the source and at "
+            f"{destination.first_token} on the destination: not a multiple of {source.block_tokens} apart"
+        )
 
 
 def _first_common(source: Holder, destination: Holder, start: int, stop: int) -> int | None:
@@ -324,11 +335,6 @@ def _whole_blocks(source: Holder, destination: Holder, span: Span) -> Segments:
         empty = np.empty(0, np.int64)
         return Segments(empty, empty, empty, empty, empty)
     offset = source.first_local - destination.first_local
-    if offset % source.block_tokens:
-        raise MalformedMessage(
-            f"blocks that move whole begin at token {source.first_token} on the source and at "
-            f"{destination.first_token} on the destination: not a multiple of {source.block_tokens} apart"
-        )
     first = (low - source.first_local) // source.block_tokens
     last = -(-(high - source.first_local) // source.block_tokens)
     index = np.arange(first, last, dtype=np.int64)
