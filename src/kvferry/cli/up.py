@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -43,14 +44,17 @@ class FleetPlan:
     port: int = 0
     start_timeout_s: float = 600.0
 
+    @property
+    def _threads(self) -> tuple[str, ...]:
+        """The cores dealt out: workers that each take all of them wait for each other. A flag of the user's wins."""
+        return ("--threads", str(max(1, (os.cpu_count() or 1) // (self.num_prefill + self.num_decode))))
+
     def workers(self) -> list[ChildSpec]:
         """Prefill workers, then decode workers; each takes a free port."""
         names = [("prefill", i) for i in range(self.num_prefill)] + [("decode", i) for i in range(self.num_decode)]
+        common = ("--port", "0", *self._threads, *self.worker_argv)
         return [
-            ChildSpec(
-                f"{role}-{i}",
-                ("serve", self.model, "--role", role, "--engine-id", f"{role}-{i}", "--port", "0", *self.worker_argv),
-            )
+            ChildSpec(f"{role}-{i}", ("serve", self.model, "--role", role, "--engine-id", f"{role}-{i}", *common))
             for role, i in names
         ]
 
