@@ -1,5 +1,6 @@
 """The listener and its clients over real sockets: authentication, limits, survival."""
 
+import resource
 import socket
 import threading
 from contextlib import ExitStack
@@ -116,6 +117,18 @@ def test_more_connections_than_max_peers_are_denied() -> None:
                 assert dealer.recv_multipart()[1] == b"echo hello"
         until(lambda: server.stats().denied >= 1, "a denial")
         assert server.stats().answered == 2
+
+
+def test_connections_leave_half_of_the_descriptors_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (4, 4))
+    with listening(echo, settings(max_peers=1000)) as server, ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        for _ in range(3):
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.linger = 0
+            dealer.connect(f"tcp://127.0.0.1:{server.port}")
+            dealer.send_multipart([b"t", b"hello"])
+        until(lambda: server.stats().denied >= 1, "a denial")
 
 
 def test_too_many_questions_are_answered_busy() -> None:

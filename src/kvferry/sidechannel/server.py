@@ -10,6 +10,7 @@ user) can make the listener hold many frames at once.
 """
 
 import logging
+import resource
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -46,7 +47,7 @@ class SideChannelStats:
     limited: int = 0
     """Answered BUSY: more than max_handshakes_per_s from one address."""
     denied: int = 0
-    """Connections refused: a wrong key, or more than max_peers at a time."""
+    """Connections refused: a wrong key, or more at a time than max_peers, or than half of our descriptors."""
     failed: int = 0
     """The handler raised, or the socket did."""
     connections: int = 0
@@ -75,6 +76,8 @@ class SideChannelServer:
         self._broken = _busy(name, "the handshake failed inside; its log has the traceback")
         self._stats = SideChannelStats()
         self._connections: set[int] = set()
+        # Whoever may connect must not be able to take every descriptor of the engine.
+        self._max_connections = min(settings.max_peers, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._context = zmq.Context()
@@ -188,7 +191,7 @@ class SideChannelServer:
         frames = self._zap.recv_multipart(zmq.NOBLOCK)
         version, request, _, _, _, mechanism, *credentials = [*frames, b"", b"", b"", b"", b"", b""]
         known = self._key is None or (mechanism == b"CURVE" and credentials[0] == self._key.raw_public)
-        room = len(self._connections) <= self._settings.max_peers
+        room = len(self._connections) <= self._max_connections
         if not (known and room):
             self._count(denied=1)
         status = (b"200", b"OK") if known and room else (b"400", b"wrong key" if not known else b"too many peers")
