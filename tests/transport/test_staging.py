@@ -11,7 +11,15 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.layout.packing import PackBox, PackPlan, Side, StagedPlan, plan_staged
 from kvferry.transport.chunks import chunk_plans
-from kvferry.transport.packer import num_pieces, pack, region_views, staging_runs, unpack
+from kvferry.transport.packer import (
+    copy_with_numpy,
+    copy_with_torch,
+    num_pieces,
+    pack,
+    region_views,
+    staging_runs,
+    unpack,
+)
 from kvferry.transport.staging import Lease, StagingPool
 from tests.transport.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 
@@ -101,6 +109,24 @@ def test_a_plan_that_leaves_its_memory_is_refused() -> None:
     below = PackBox(0, 0, np.array([-1]), 64, (), 64, 0, 64)
     with pytest.raises(TransferError, match="leaves its memory"):
         pack(PackPlan(Side.SOURCE, (below,), 64), memory, torch.zeros(128, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("ids", [[0], [2, 1, 0], [0, 1, 2, 3, 9, 7], [5, 5 + 3, 5 + 6, 0, 1], list(range(40))[::-1]])
+@pytest.mark.parametrize("offset", [16, 12, 6, 3])
+def test_torch_and_numpy_copy_the_same(ids: list[int], offset: int) -> None:
+    # What runs on a device is torch; here it runs on the CPU, so that it is tested without one.
+    noise = np.random.default_rng(1)
+    box = PackBox(0, offset, np.array(ids), 48, ((2, 20, 12), (3, 4, 4)), 4, offset, 24)
+    old_cache = np.frombuffer(noise.bytes(48 * 50), np.uint8)
+    old_staging = np.frombuffer(noise.bytes(24 * len(ids) + 32), np.uint8)
+    for into_staging in (True, False):
+        results = []
+        for copy, as_given in ((copy_with_numpy, lambda array: array), (copy_with_torch, torch.from_numpy)):
+            cache, staging = old_cache.copy(), old_staging.copy()
+            copy(box, as_given(cache), as_given(staging), into_staging=into_staging)
+            results.append((cache.tobytes(), staging.tobytes()))
+        assert results[0] == results[1]
+        assert results[0] != (old_cache.tobytes(), old_staging.tobytes())
 
 
 @pytest.mark.parametrize("ids", [[0], [2, 1, 0], [0, 1, 2, 3, 9, 7], [5, 5 + 3, 5 + 6, 0, 1], list(range(40))[::-1]])

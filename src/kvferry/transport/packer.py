@@ -1,11 +1,12 @@
-"""Pack plans carried out: strided copies between a cache and staging memory, as torch operations on CPU and CUDA.
+"""Pack plans carried out: strided copies between a cache and staging memory, in DRAM and on CUDA devices.
 
 Called on the hand-off driver's threads, never on the engine's. Each function returns when its bytes are where they
-belong, on CUDA too. torch copies with the interpreter lock released.
+belong, on CUDA too. Both numpy and torch copy with the interpreter lock released.
 """
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +18,24 @@ from kvferry.layout.boxes import merge_neighbours
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.layout.packing import PackBox, PackPlan, Side
 
-__all__ = ["Memory", "num_pieces", "pack", "region_views", "staging_runs", "unpack"]
+__all__ = [
+    "Memory",
+    "copy_with_numpy",
+    "copy_with_torch",
+    "num_pieces",
+    "pack",
+    "region_views",
+    "staging_runs",
+    "unpack",
+]
 
 Memory = Sequence[torch.Tensor]
 """The regions of a layout, each as a flat uint8 tensor of its whole length: see region_views."""
 
-_LOOP_BYTES = 64 << 10
-"""Blocks at least this long are copied one by one; shorter ones by an indexed copy, which costs less a block."""
-_WIDTHS = ((torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1))
+Bytes = npt.NDArray[np.uint8]
+
+_WORDS: tuple[tuple[type[np.generic], int], ...] = ((np.int64, 8), (np.int32, 4), (np.int16, 2), (np.uint8, 1))
+_TORCH_WORDS = {np.int64: torch.int64, np.int32: torch.int32, np.int16: torch.int16, np.uint8: torch.uint8}
 
 
 def region_views(regions: Sequence[Region], owners: Sequence[object]) -> Memory:
@@ -72,50 +83,78 @@ def _finish(staging: torch.Tensor, memory: Memory) -> None:
 
 def _copy(box: PackBox, memory: Memory, staging: torch.Tensor, *, into_staging: bool) -> None:
     _check(box, memory, staging)
-    dtype, width = _widest(box, memory[box.region], staging)
-    cache, stage = _words(memory[box.region], dtype, width), _words(staging, dtype, width)
+    cache = memory[box.region]
+    if cache.is_cuda or staging.is_cuda:
+        copy_with_torch(box, cache, staging, into_staging=into_staging)
+    else:
+        copy_with_numpy(box, cache.numpy(), staging.numpy(), into_staging=into_staging)
+
+
+def copy_with_numpy(box: PackBox, cache: Bytes, staging: Bytes, *, into_staging: bool) -> None:
+    """Within DRAM. Measured 1.3 times as fast as torch for short pieces and 1.9 times for long ones, on one core."""
+    dtype, width = _widest(box, cache.ctypes.data, staging.ctypes.data)
+    shape = tuple(count for count, _, _ in box.dims)
+    cache_strides = (*(stride for _, stride, _ in box.dims), width)
+    stage_strides = (*(stride for _, _, stride in box.dims), width)
+    for first, count, step in _progressions(box.block_ids):
+        whole = (count, *shape, box.run_bytes // width)
+        far = np.ndarray(
+            whole,
+            dtype,
+            buffer=cache.data,
+            offset=box.offset + int(box.block_ids[first]) * box.block_stride,
+            strides=(step * box.block_stride, *cache_strides),
+        )
+        near = np.ndarray(
+            whole,
+            dtype,
+            buffer=staging.data,
+            offset=box.staging_offset + first * box.staging_block_stride,
+            strides=(box.staging_block_stride, *stage_strides),
+        )
+        if into_staging:
+            np.copyto(near, far)
+        else:
+            np.copyto(far, near)
+
+
+def copy_with_torch(box: PackBox, cache: torch.Tensor, staging: torch.Tensor, *, into_staging: bool) -> None:
+    """To and from device memory: one kernel or two for a box, whatever its blocks. Works on any device."""
+    if not len(box.block_ids):
+        return
+    name, width = _widest(box, cache.data_ptr(), staging.data_ptr())
+    dtype = _TORCH_WORDS[name]
+    cache, stage = _words(cache, dtype, width), _words(staging, dtype, width)
     shape = [*(count for count, _, _ in box.dims), box.run_bytes // width]
     cache_strides = [*(stride // width for _, stride, _ in box.dims), 1]
     stage_strides = [*(stride // width for _, _, stride in box.dims), 1]
-
-    def in_cache(count: int, step: int, first_id: int) -> torch.Tensor:
-        at = int(cache.storage_offset()) + (box.offset + first_id * box.block_stride) // width
-        return cache.as_strided((count, *shape), (step * box.block_stride // width, *cache_strides), at)
-
-    def in_stage(count: int, first: int) -> torch.Tensor:
-        at = int(stage.storage_offset()) + (box.staging_offset + first * box.staging_block_stride) // width
-        return stage.as_strided((count, *shape), (box.staging_block_stride // width, *stage_strides), at)
-
-    stretches = list(_progressions(box.block_ids))
-    if len(stretches) > 1 and (cache.is_cuda or box.num_bytes // len(stretches) < _LOOP_BYTES):
-        every_block = in_cache(int(box.block_ids.max()) + 1, 1, 0)
-        ids = torch.from_numpy(np.ascontiguousarray(box.block_ids)).to(cache.device)
-        staged = in_stage(len(ids), 0)
-        if into_staging:
-            staged.copy_(every_block.index_select(0, ids))
-        else:
-            every_block.index_copy_(0, ids, staged.to(cache.device))
-        return
-    for first, count, step in stretches:
-        near, far = in_stage(count, first), in_cache(count, step, int(box.block_ids[first]))
-        if into_staging:
-            near.copy_(far)
-        else:
-            far.copy_(near)
+    ids = torch.from_numpy(np.ascontiguousarray(box.block_ids)).to(cache.device)
+    every_block = cache.as_strided(
+        (int(box.block_ids.max()) + 1, *shape),
+        (box.block_stride // width, *cache_strides),
+        int(cache.storage_offset()) + box.offset // width,
+    )
+    staged = stage.as_strided(
+        (len(ids), *shape),
+        (box.staging_block_stride // width, *stage_strides),
+        int(stage.storage_offset()) + box.staging_offset // width,
+    )
+    if into_staging:
+        staged.copy_(every_block.index_select(0, ids))
+    else:
+        every_block.index_copy_(0, ids, staged.to(cache.device))
 
 
 def _words(flat: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
     return flat[: flat.numel() - flat.numel() % width].view(dtype)
 
 
-def _widest(box: PackBox, cache: torch.Tensor, staging: torch.Tensor) -> tuple[torch.dtype, int]:
-    """The longest word that divides every address and every stride."""
+def _widest(box: PackBox, cache_address: int, staging_address: int) -> tuple[type[np.generic], int]:
+    """The longest word that divides every address and every stride, and its bytes."""
     steps = [box.offset, box.block_stride, box.run_bytes, box.staging_offset, box.staging_block_stride]
     steps += [stride for _, *strides in box.dims for stride in strides]
-    steps += [tensor.data_ptr() for tensor in (cache, staging)]
-    steps += [int(tensor.storage_offset()) for tensor in (cache, staging)]
-    combined = int(np.gcd.reduce(np.array(steps, dtype=np.int64)))
-    return next((dtype, width) for dtype, width in _WIDTHS if combined % width == 0)
+    combined = gcd(cache_address, staging_address, *steps)
+    return next((word, width) for word, width in _WORDS if combined % width == 0)
 
 
 def _progressions(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
