@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,7 @@ async def _show(
     workers, router = await start_fleet(supervisor, plan, terminal)
     start_s = time.monotonic() - began_s
     terminal.line()
-    terminal.line(terminal.paint(args.prompt, "dim"))
+    terminal.line(terminal.paint(textwrap.fill(args.prompt, 100), "dim"))
     terminal.line()
     out = Terminal(sys.stderr if args.json else sys.stdout)
     handed = await ask(router.url, args, out.write)
@@ -230,7 +231,7 @@ def show(result: dict[str, Any], out: Terminal) -> None:
         return f"{count:>6}  {out.paint(bar, colour)}"
 
     megabytes = result["bytes"] / 1e6
-    speed = result["bytes"] / 1e6 / result["transfer_ms"] if result["transfer_ms"] else 0.0
+    speed = megabytes / result["transfer_ms"] * 1e3 if result["transfer_ms"] else 0.0
     out.line(out.paint("where the prompt's KV came from", "bold"))
     out.line(f"  prompt tokens     {result['prompt_tokens']:>6}")
     out.line(f"  handed over       {share('handed_over', 'green')}")
@@ -239,7 +240,7 @@ def show(result: dict[str, Any], out: Terminal) -> None:
     out.line()
     out.line(out.paint(f"the hand-off: {result['prefill']} -> {result['decode']}, {result['mode']}", "bold"))
     out.line(f"  bytes             {megabytes:>8.2f} MB in {result['runs']} runs")
-    out.line(f"  transfer          {result['transfer_ms']:>8.2f} ms ({speed:.2f} GB/s)")
+    out.line(f"  transfer          {result['transfer_ms']:>8.2f} ms ({speed:,.0f} MB/s)")
     out.line(f"  decode waited     {result['wait_ms']:>8.2f} ms for it, the first handshake included")
     out.line(f"  verified          {result['verified']:>8} pieces of KV, compared with prefill's by digest")
     out.line()

@@ -55,6 +55,7 @@ class Child:
     ready_after_s: float = 0.0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     pump: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -81,6 +82,7 @@ class Supervisor:
         self._directory = tempfile.TemporaryDirectory(prefix="kvferry-")
         self.children: list[Child] = []
         self._hurry = asyncio.Event()
+        self._ended: asyncio.Queue[Child] = asyncio.Queue()
 
     async def __aenter__(self) -> "Supervisor":
         return self
@@ -101,6 +103,7 @@ class Supervisor:
         )  # fmt: skip
         child = Child(spec, process, ready_file, time.monotonic())
         child.pump = asyncio.create_task(self._pump(child))
+        child.watch = asyncio.create_task(self._watch(child))
         self.children.append(child)
         return child
 
@@ -124,18 +127,16 @@ class Supervisor:
             raise ChildEnded(f"{child.how_it_ended()}. It was not ready yet: mend that and start again")
 
     async def wait_ended(self) -> Child:
-        """Until some child has ended by itself; that child leaves `children`."""
-        waits = {asyncio.create_task(child.process.wait()): child for child in self.children}
-        try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-        child = waits[done.pop()]
+        """Until some child has ended by itself, in the order in which they end; it leaves `children`."""
+        return await self._ended.get()
+
+    async def _watch(self, child: Child) -> None:
+        await child.process.wait()
         if child.pump is not None:
             await child.pump
-        self.children.remove(child)
-        return child
+        if child in self.children:  # else we are ending it
+            self.children.remove(child)
+            self._ended.put_nowait(child)
 
     def hurry(self) -> None:
         """Kill what has not ended yet: the second Ctrl-C."""

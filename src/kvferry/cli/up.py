@@ -6,17 +6,21 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, replace
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.supervisor import Child, ChildSpec, Supervisor
+from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.cli.terminal import Terminal
 from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
-from kvferry.http.listen import Listener
+from kvferry.errors import FerryError
+from kvferry.http.listen import Listener, announce
 
 __all__ = ["FleetPlan", "start_fleet"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_STEADY_S = 60.0
+"""A process that has lived for so long begins with the first pause again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,27 +118,51 @@ async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:
 
 
 async def _run_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal, args: argparse.Namespace) -> ExitCode:
-    from kvferry.http.listen import announce
-
     _, router = await start_fleet(supervisor, plan, terminal)
     announce(args.ready_file, url=router.url)
     terminal.note(f"OpenAI API at {router.url}/v1, fleet at {router.url}/v1/kvferry; Ctrl-C ends all of it")
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        child = await supervisor.wait_ended()
-        terminal.error(child.how_it_ended())
-        if not args.restart:
-            terminal.note("ending the others; --restart would start it again")
-            return ExitCode.ERROR
-        await asyncio.sleep(pause_s)
-        pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-        fresh = await supervisor.start(_same_port(child))
+    pauses_s: dict[str, float] = {}
+    restarts: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            child = await supervisor.wait_ended()
+            terminal.error(child.how_it_ended())
+            if not args.restart:
+                terminal.note("ending the others; --restart would start it again")
+                return ExitCode.ERROR
+            name = child.spec.name
+            steady = time.monotonic() - child.started_s > _STEADY_S
+            pauses_s[name] = _FIRST_PAUSE_S if steady else pauses_s.get(name, _FIRST_PAUSE_S / 2) * 2
+            pause_s = min(pauses_s[name], _LONGEST_PAUSE_S)
+            restart = asyncio.create_task(_start_again(supervisor, child, pause_s, plan, terminal))
+            restarts.add(restart)
+            restart.add_done_callback(restarts.discard)
+    finally:
+        for restart in restarts:
+            restart.cancel()
+        await asyncio.gather(*restarts, return_exceptions=True)
+
+
+async def _start_again(
+    supervisor: Supervisor, child: Child, pause_s: float, plan: FleetPlan, terminal: Terminal
+) -> None:
+    terminal.note(f"starting {child.spec.name} again in {pause_s:g} s")
+    await asyncio.sleep(pause_s)
+    fresh = await supervisor.start(_same_port(child))
+    try:
         await supervisor.wait_ready([fresh], plan.start_timeout_s)
-        terminal.step(f"{fresh.spec.name} ready again", fresh.url, fresh.ready_after_s)
+    except ChildEnded:
+        return  # its end is reported as every other, and it is started again
+    except FerryError as error:
+        terminal.error(str(error))
+        return
+    terminal.step(f"{fresh.spec.name} ready again", fresh.url, fresh.ready_after_s)
 
 
 def _same_port(child: Child) -> ChildSpec:
     """The others know its address."""
+    if child.ready is None:
+        return child.spec  # it has been given that port already
     argv = list(child.spec.argv)
     at = argv.index("--port") + 1
     argv[at] = child.url.rsplit(":", 1)[1]
