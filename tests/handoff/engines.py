@@ -57,6 +57,7 @@ class Engine:
         num_blocks: int = 32,
         block_tokens: int = 4,
         start: str = "1",
+        know_each_other: bool = True,
     ) -> None:
         self.engine, self.incarnation = EngineId(name), Incarnation(f"{name}-{start}")
         self.role, self.settings = role, settings
@@ -96,13 +97,15 @@ class Engine:
                     rank=index,
                     num_ranks=num_ranks,
                     settings=settings,
-                    engine_layouts=self.layouts,
+                    engine_layouts=self.layouts if know_each_other else (),
                     mover=mover,
                     more_regions=more_regions,
                 )
             )
         for driver in self.drivers:
             driver.start()
+        if not know_each_other:
+            self.meet(self)
 
     def mover_for(
         self, layout: CacheLayout, owner: object, transport: Transport

@@ -9,13 +9,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
 from kvferry.handoff.actions import Disconnect, Peer, Post, Send
 from kvferry.handoff.core import RankCore
 from kvferry.handoff.digest import CacheMemory, DramMemory
-from kvferry.handoff.links import Link, make_links
+from kvferry.handoff.links import Link, layouts_of, make_links
 from kvferry.handoff.mover import DirectMover, Moved, Mover
 from kvferry.handoff.orders import Introduce, StepOrders, StepReport
 from kvferry.handoff.ports import LinkPorts
@@ -25,6 +26,7 @@ from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Received, Transport
 from kvferry.wire.handoff_messages import Fragment, Reassembly, decode_message, frames
+from kvferry.wire.hello import decode_hello
 
 __all__ = ["Driver"]
 
@@ -38,12 +40,18 @@ _START_S = 60.0
 _CLOSE_S = 15.0
 
 
+@dataclass(slots=True)
+class _Engine:
+    introduce: Introduce
+    links: list[Link]
+
+
 class Driver:
     """Carries one rank's hand-offs. `submit`, `collect` and `stats` may be called from any thread and never block.
 
     `memory_owners` keep the cache's memory alive until `close`. `more_regions` are registered behind the layout's: the
-    mover's staging memory. `engine_layouts`: the layouts of all ranks of our own
-    engine, in the order of their Rank.index; needed on a prefill engine of several ranks, to push and to verify.
+    mover's staging memory. A prefill engine of several ranks needs the layouts of all of them, to push and to verify:
+    `engine_layouts`, in the order of their Rank.index, or later an Introduce of our own engine.
     """
 
     def __init__(
@@ -67,13 +75,14 @@ class Driver:
         self._layout = layout
         self._owners = tuple(memory_owners)
         self._regions = (*layout.regions, *more_regions)
-        self._rank = rank
-        self._own_layouts = tuple(engine_layouts) or (layout,)
-        self._complete = len(self._own_layouts) == num_ranks
+        self._me = (engine, incarnation)
+        self._num_ranks = num_ranks
+        own_layouts = tuple(engine_layouts) or (layout,)
+        self._own_layouts = own_layouts if len(own_layouts) == num_ranks else ()
         self._clock = clock if clock is not None else MonotonicClock()
         self._mover = mover if mover is not None else DirectMover(transport)
         self._links: dict[PeerName, Link] = {}
-        self._engines: dict[EngineId, tuple[Incarnation, list[Link]]] = {}
+        self._engines: dict[EngineId, _Engine] = {}
         dram = DramMemory(layout)
         readable = memory if memory is not None else dram if dram.covers_all else None
         ports = {
@@ -227,14 +236,35 @@ class Driver:
         self._core.orders(orders, now_s)
 
     def _introduce(self, introduce: Introduce, now_s: float) -> None:
-        known = self._engines.get(introduce.engine)
-        if known is not None and known[0] == introduce.incarnation:
+        if introduce.engine == self._me[0]:
+            self._learn_own_layouts(introduce)
             return
+        known = self._engines.get(introduce.engine)
+        if known is not None and known.introduce.incarnation == introduce.incarnation:
+            return
+        links = self._make_links(introduce)
+        if links is None:
+            return
+        self._engines[introduce.engine] = _Engine(introduce, links)
+        for link in links:
+            self._links[link.name] = link
+        self._core.introduce(introduce.engine, introduce.incarnation, len(links), now_s)
+        self._act()
+        for link in () if known is None else known.links:
+            del self._links[link.name]
+            self._pieces.pop(link.name, None)
+            self._away.pop(link.name, None)
+        logger.info("peer introduced peer=%s/%s ranks=%d", introduce.engine, introduce.incarnation, len(links))
+        # At once, not at the first message: a transport keeps the messages of a peer until we connect to it.
+        for link in links:
+            self._reconnect(link, now_s)
+
+    def _make_links(self, introduce: Introduce) -> list[Link] | None:
         try:
             hello, links = make_links(
                 introduce.hello,
-                own_layouts=self._own_layouts if self._complete else (),
                 own_layout=self._layout,
+                own_layouts=self._own_layouts,
                 transport=self._transport.name,
             )
             if (hello.engine, hello.incarnation) != (introduce.engine, introduce.incarnation):
@@ -242,23 +272,24 @@ class Driver:
         except PeerError as error:
             self._refused_peers += 1
             logger.warning("peer refused peer=%s cause=%s", introduce.engine, error)
+            return None
+        return links
+
+    def _learn_own_layouts(self, introduce: Introduce) -> None:
+        """Our own engine's hello: from now on we know what our sibling ranks have, and so what we owe to whom."""
+        if introduce.incarnation != self._me[1] or self._own_layouts:
             return
-        old = [] if known is None else known[1]
-        self._engines[introduce.engine] = (introduce.incarnation, links)
-        for link in links:
-            self._links[link.name] = link
-        self._core.introduce(introduce.engine, introduce.incarnation, len(links), now_s)
-        self._act()
-        for link in old:
-            del self._links[link.name]
-            self._pieces.pop(link.name, None)
-            self._away.pop(link.name, None)
-        logger.info(
-            "peer introduced peer=%s incarnation=%s ranks=%d", introduce.engine, introduce.incarnation, len(links)
-        )
-        # At once, not at the first message: a transport keeps the messages of a peer until we connect to it.
-        for link in links:
-            self._reconnect(link, now_s)
+        try:
+            self._own_layouts = layouts_of(decode_hello(introduce.hello))
+        except PeerError as error:
+            logger.warning("own hello cannot be read cause=%s", error)
+            return
+        if len(self._own_layouts) != self._num_ranks:
+            logger.warning("own hello has %d ranks, the engine has %d", len(self._own_layouts), self._num_ranks)
+            self._own_layouts = ()
+        for engine in self._engines.values():
+            engine.links = self._make_links(engine.introduce) or engine.links
+            self._links.update({link.name: link for link in engine.links})
 
     def _receive(self, received: Received, now_s: float) -> None:
         try:

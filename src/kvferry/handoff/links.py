@@ -13,7 +13,7 @@ from kvferry.settings import Role
 from kvferry.wire.hello import Hello, decode_hello
 from kvferry.wire.layout_codec import decode_layout
 
-__all__ = ["Flow", "Link", "make_links"]
+__all__ = ["Flow", "Link", "layouts_of", "make_links"]
 
 _MAX_UNIT_TOKENS = 1 << 20
 
@@ -91,6 +91,15 @@ class Link:
     """What it gets from us, as prefill."""
 
 
+def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
+    """The layouts of all ranks, in order. Raises MalformedMessage."""
+    layouts = tuple(decode_layout(rank.layout) for rank in hello.ranks)
+    for index, layout in enumerate(layouts):
+        if layout.rank.index != index:
+            raise MalformedMessage(f"engine {hello.engine!r}: rank {index} says that it is rank {layout.rank.index}")
+    return layouts
+
+
 def make_links(
     body: bytes, *, own_layout: CacheLayout, own_layouts: Sequence[CacheLayout], transport: str
 ) -> tuple[Hello, list[Link]]:
@@ -99,12 +108,8 @@ def make_links(
     Raises MalformedMessage or IncompatiblePeer; then nothing of the peer is kept.
     """
     hello = decode_hello(body)
-    layouts = [decode_layout(rank.layout) for rank in hello.ranks]
-    for index, (rank, layout) in enumerate(zip(hello.ranks, layouts, strict=True)):
-        if layout.rank.index != index:
-            raise MalformedMessage(
-                f"engine {hello.engine!r}: rank {index} describes itself as rank {layout.rank.index}"
-            )
+    layouts = layouts_of(hello)
+    for rank in hello.ranks:
         if rank.transport != transport:
             raise MalformedMessage(f"engine {hello.engine!r} uses transport {rank.transport!r}, we use {transport!r}")
     inward: dict[int, Flow] = {}
