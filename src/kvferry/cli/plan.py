@@ -18,11 +18,12 @@ from kvferry.cli.plan_text import Row, table, tidy_layers
 from kvferry.cli.saved import load_side
 from kvferry.errors import ConfigError, IncompatiblePeer, PeerLost
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.costs import CostModel
 from kvferry.layout.description import CacheKind, CacheLayout
-from kvferry.layout.packing import plan_staged
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
+from kvferry.transport.base import Operation
+from kvferry.transport.chunks import chunk_plans
+from kvferry.transport.cost import choose, load_cost_model
 
 __all__ = ["SUMMARY", "add_arguments", "made_up_tables", "rows", "run"]
 
@@ -107,9 +108,12 @@ def _summary(result: Sequence[Row], tokens: int, sources: int, destinations: int
 def rows(
     source: Sequence[CacheLayout], destination: Sequence[CacheLayout], tokens: int, rng: random.Random | None
 ) -> list[Row]:
-    """One row an edge, by destination rank. Raises IncompatiblePeer. `rng` scatters the blocks."""
+    """One row an edge, by destination rank: what pull would do, by this machine's calibration.
+
+    Raises IncompatiblePeer. `rng` scatters the blocks.
+    """
     wanted = TokenRange(0, tokens)
-    costs = CostModel()
+    model = load_cost_model()
     result = []
     near = made_up_tables(source, tokens, rng)
     far = made_up_tables(destination, tokens, rng)
@@ -119,8 +123,7 @@ def rows(
             for runs in plan(edge, near, far, wanted):
                 num_runs += len(runs)
                 num_bytes += runs.num_bytes
-            staged = plan_staged(edge, near, far, wanted)
-            direct_s, staged_s = costs.direct_s(num_bytes, num_runs), costs.staged_s(staged.num_bytes)
+            choice = choose(model, Operation.READ, list(chunk_plans(edge, near, far, wanted)))
             result.append(
                 Row(
                     source_rank=edge.source_rank,
@@ -130,10 +133,10 @@ def rows(
                     heads=_heads(edge),
                     runs=num_runs,
                     bytes=num_bytes,
-                    how="direct" if direct_s <= staged_s else "staged",
-                    predicted_ms=min(direct_s, staged_s) * 1e3,
-                    direct_ms=direct_s * 1e3,
-                    staged_ms=staged_s * 1e3,
+                    how=choice.route.value,
+                    predicted_ms=min(choice.direct_s, choice.staged_s) * 1e3,
+                    direct_ms=choice.direct_s * 1e3,
+                    staged_ms=choice.staged_s * 1e3,
                 )
             )
     return result
