@@ -115,7 +115,9 @@ class Engine:
 
     def hello(self) -> bytes:
         ranks = tuple(
-            RankHello(layout=encode_layout(layout), transport="memory", transport_metadata=driver.metadata)
+            RankHello(
+                layout=encode_layout(layout), transport=driver._transport.name, transport_metadata=driver.metadata
+            )
             for layout, driver in zip(self.layouts, self.drivers, strict=True)
         )
         return encode_hello(Hello(engine=self.engine, incarnation=self.incarnation, role=self.role, ranks=ranks))
