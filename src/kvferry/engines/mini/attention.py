@@ -7,6 +7,8 @@ length, and each group is one call. Pieces of prompts are one call each.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
@@ -59,10 +61,13 @@ class AttentionPlan:
         self._device = cache.data.device
         self._dtype = dtype
         block = cache.block_tokens
-        self.slots = (
-            self._tensor([p.block_ids[i // block] for p in pieces for i in range(p.start, p.stop)]),
-            self._tensor([i % block for p in pieces for i in range(p.start, p.stop)]),
-        )
+        ranges = [np.arange(p.start, p.stop) for p in pieces]
+        blocks = [np.asarray(p.block_ids)[r // block] for p, r in zip(pieces, ranges, strict=True)]
+        positions = np.concatenate(ranges)
+        self.positions = self._tensor(positions)
+        """Of each token in its request."""
+        self.slots = (self._tensor(np.concatenate(blocks)), self._tensor(positions % block))
+        """Of each token: its block, and its place in the block."""
         num_decoding = next((i for i, p in enumerate(pieces) if p.stop - p.start > 1), len(pieces))
         self._groups: dict[int | None, list[_Group]] = {}
         self._chunks: dict[int | None, list[_Chunk]] = {}
@@ -99,8 +104,8 @@ class AttentionPlan:
             out[chunk.first : chunk.last] = mixed.permute(2, 0, 1, 3).reshape(-1, num_heads * dim)
         return out
 
-    def _tensor(self, values: Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+    def _tensor(self, values: Sequence[object] | npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
 
     def _bias(self, seen: torch.Tensor) -> torch.Tensor:
         return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(~seen, float("-inf"))

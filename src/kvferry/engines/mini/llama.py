@@ -53,12 +53,10 @@ class Llama:
         self._rope = _rope_tables(config, embedding.dtype, embedding.device)
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, cache: KVCache, plan: AttentionPlan) -> torch.Tensor:
         """Hidden states [num_tokens, hidden] before the last norm; stores the tokens' keys and values in the cache."""
         eps, width = self.config.norm_eps, (self.config.hidden,)
-        cos, sin = (table[positions].unsqueeze(1) for table in self._rope)
+        cos, sin = (table[plan.positions].unsqueeze(1) for table in self._rope)
         x = functional.embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             normed = functional.rms_norm(x, width, layer.attention_norm, eps)

