@@ -1,0 +1,51 @@
+"""kvferry facts MODEL: what a worker would say, before there is one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+
+
+def told(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, object]]:
+    assert main(["facts", *argv, "--json"]) == 0
+    facts: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["facts"]
+    return facts
+
+
+def test_flags_reach_the_facts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = told(
+        capsys, str(tiny), "--role", "decode", "--dtype", "float32", "--transfer-mode", "push",
+        "--block-tokens", "8", "--protocol-max", "1", "--strict",
+    )  # fmt: skip
+    expected = {
+        "role": "decode",
+        "model.dtype": "float32",
+        "kv.dtype": "float32",
+        "transfer.mode": "push",
+        "kv.block_tokens": [8],
+        "protocol": 1,
+        "handshake.strict": True,
+    }
+    assert {name: facts[name]["value"] for name in expected} == expected
+    assert facts["engine.name"]["class"] == "must match"  # strict
+
+
+def test_a_saved_prefill_and_a_saved_decode_are_compared(tiny: Path, tmp_path: Path) -> None:
+    sides = {"p": ["--role", "prefill"], "d": ["--role", "decode"], "other": ["--role", "decode", "--dtype", "float32"]}
+    for name, flags in sides.items():
+        flags = flags if "--dtype" in flags else [*flags, "--dtype", "bfloat16"]
+        assert main(["facts", str(tiny), *flags, "-o", str(tmp_path / name)]) == 0
+    assert main(["compare", str(tmp_path / "p"), str(tmp_path / "d")]) == 0
+    assert main(["compare", str(tmp_path / "p"), str(tmp_path / "other")]) == 3
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["facts", str(tmp_path / "nothing")]) == 1
+    assert "kvferry facts: " in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written(tiny: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["facts", str(tiny), "-o", str(tmp_path / "no" / "file")]) == 1
+    assert "cannot write" in capsys.readouterr().err
