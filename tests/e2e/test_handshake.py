@@ -3,6 +3,7 @@
 R1, R10, R11, R24.
 """
 
+import json
 import os
 import random
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.cli.main import main
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.handshake import LocalSide, ask
 from kvferry.settings import Role, SideChannelSettings
@@ -171,3 +173,12 @@ def _holds(pid: int) -> tuple[int, int, int]:
     proc = Path(f"/proc/{pid}")
     resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())), resident
+
+
+def test_saved_facts_are_what_the_worker_says(fleet: Fleet, tiny: Path, mode: str, tmp_path: Path) -> None:
+    p = fleet.worker("p", "--dtype", "bfloat16", role="prefill").wait_ready()
+    saved = tmp_path / "facts.json"
+    argv = ["facts", str(tiny), "--role", "prefill", "--dtype", "bfloat16", "--transfer-mode", mode, "-o", str(saved)]
+    assert main(argv) == 0
+    assert json.loads(saved.read_text())["facts"] == p.describe()["facts"]
+    assert main(["compare", str(saved), p.url]) == 3  # two prefill workers
