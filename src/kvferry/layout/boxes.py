@@ -93,6 +93,8 @@ class Compiled:
     """For all other stretches; only boxes with a token stride."""
     linear: tuple[BoxClass, ...]
     """Boxes whose stretches are one run of any length: used for all stretches, where whole blocks gain nothing."""
+    kept: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """What packing keeps of the edge, by its side."""
 
 
 def compile_edge(edge: "Edge") -> Compiled:

@@ -18,7 +18,7 @@ from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.boxes import GroupPair
 from kvferry.layout.description import Axis, CacheKind, CacheLayout, Rank, Tensor
-from kvferry.layout.tokens import MAX_TOKENS, Holder, holder
+from kvferry.layout.tokens import MAX_TOKENS, Holder, holder, lookup
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -66,7 +66,7 @@ def cell_runs(layout: CacheLayout, tables: Sequence[BlockTable], cell: Cell, *, 
     Raises MalformedMessage where the rank does not hold all of it, or the tables do not.
     """
     where = f"cell of layer {cell.layer!r} part {cell.part!r}"
-    tensor = next((t for t in layout.tensors if (t.layer, t.part) == (cell.layer, cell.part)), None)
+    tensor = lookup(layout).tensors.get((cell.layer, cell.part))
     if tensor is None:
         raise MalformedMessage(f"{where}: rank {layout.rank.index} has no such tensor")
     starts = _starts(where, layout, tensor, holder(side, layout, tables, tensor.group), cell)

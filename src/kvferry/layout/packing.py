@@ -12,7 +12,7 @@ by the number of blocks and slices only. transport's packer executes boxes with 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -145,24 +145,35 @@ def pack_plan(edge: "Edge", side: Side, tables: Sequence[BlockTable], told: Sequ
             by_pair[pair] = (span, mine, _stretches(edge, side, pair, mine, span))
     boxes: list[PackBox] = []
     at = 0
-    for group in _alike(edge, side, by_pair):
-        pair, first = group[0]
-        stretch = by_pair[pair][2]
-        size, made = _boxes(edge, side, pair, first, stretch)
+    for alike in _alike(edge, side):
+        if alike.pair not in by_pair or not len(by_pair[alike.pair][2]):
+            continue
+        size, made = _boxes(edge, side, alike.pair, alike.first, by_pair[alike.pair][2])
         size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        for indices, dims in _folds([_memory(side, box) for _, box in group], size):
-            shift = _memory(side, group[indices][1]) - _memory(side, first)
+        for index, shift, folds in alike.folds:
+            dims = tuple((count, step, slices * size) for count, step, slices in folds)
             boxes += [
                 replace(
                     box,
                     offset=box.offset + shift,
                     dims=dims + box.dims,
-                    staging_offset=at + indices * size + box.staging_offset,
+                    staging_offset=at + index * size + box.staging_offset,
                 )
                 for box in made
             ]
-        at += size * len(group)
+        at += size * alike.count
     return PackPlan(side, tuple(boxes), at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Slices that follow each other in staging and differ in their memory offset only."""
+
+    pair: GroupPair
+    first: Box
+    count: int
+    folds: tuple[tuple[int, int, tuple[Fold, ...]], ...]
+    """(index of the first slice, its shift in memory, dims with staging strides counted in slices): a box each."""
 
 
 def _memory(side: Side, box: Box) -> int:
@@ -185,30 +196,33 @@ def _stretches(edge: "Edge", side: Side, pair: GroupPair, mine: Holder, span: Sp
     return segments(pair, theirs, mine, span)
 
 
-def _alike(
-    edge: "Edge", side: Side, by_pair: dict[GroupPair, tuple[Span, Holder, Segments]]
-) -> Iterator[list[tuple[GroupPair, Box]]]:
-    """Slices that follow each other in staging and differ in their memory offset only."""
+def _alike(edge: "Edge", side: Side) -> tuple[_Alike, ...]:
+    """All slices of the edge, in its order. Made once an edge and side."""
+    kept = edge.compiled.kept.get(side)
+    if kept is None:
+        kept = edge.compiled.kept[side] = tuple(_find_alike(edge, side))
+    return cast("tuple[_Alike, ...]", kept)
+
+
+def _find_alike(edge: "Edge", side: Side) -> Iterator[_Alike]:
     layout = edge.source if side is Side.SOURCE else edge.destination
-    group: list[tuple[GroupPair, Box]] = []
-    last: object = None
+    group: list[Box] = []
+    last: tuple[GroupPair, object] | None = None
     for pair, box in edge.compiled.boxes:
-        if pair not in by_pair or not len(by_pair[pair][2]):
-            continue
         piece = edge.slices[box.index]
         tensor = layout.tensors[piece.source_tensor if side is Side.SOURCE else piece.destination_tensor]
-        key = (pair, box.run, box.dims, box.token, tensor.region, tensor.paging.block_stride_bytes)
-        if group and key != last:
-            yield group
+        key = (pair, (box.run, box.dims, box.token, tensor.region, tensor.paging.block_stride_bytes))
+        if last is not None and key != last:
+            yield _Alike(last[0], group[0], len(group), tuple(_folds([_memory(side, each) for each in group])))
             group = []
-        group.append((pair, box))
+        group.append(box)
         last = key
-    if group:
-        yield group
+    if last is not None:
+        yield _Alike(last[0], group[0], len(group), tuple(_folds([_memory(side, each) for each in group])))
 
 
-def _folds(offsets: list[int], size: int) -> Iterator[tuple[int, tuple[Fold, ...]]]:
-    """Offsets of slices as few arithmetic progressions: (index of the first, its dims), all of one shape."""
+def _folds(offsets: Sequence[int]) -> Iterator[tuple[int, int, tuple[Fold, ...]]]:
+    """Offsets of slices as few arithmetic progressions; see _Alike.folds."""
     count = len(offsets)
     for period in range(1, min(MAX_PERIOD, count) + 1):
         if count % period:
@@ -216,17 +230,17 @@ def _folds(offsets: list[int], size: int) -> Iterator[tuple[int, tuple[Fold, ...
         step = offsets[period] - offsets[0] if count > period else 0
         if step < 0 or any(b - a != step for a, b in zip(offsets, offsets[period:], strict=False)):
             continue
-        outer: tuple[Fold, ...] = ((count // period, step, period * size),) if count > period else ()
+        outer: tuple[Fold, ...] = ((count // period, step, period),) if count > period else ()
         if period == 1:
-            yield 0, outer
+            yield 0, 0, outer
         elif period == 2 and offsets[1] > offsets[0]:
-            yield 0, (*outer, (2, offsets[1] - offsets[0], size))
+            yield 0, 0, (*outer, (2, offsets[1] - offsets[0], 1))
         else:
             for index in range(period):
-                yield index, outer
+                yield index, offsets[index] - offsets[0], outer
         return
     for index in range(count):
-        yield index, ()
+        yield index, offsets[index] - offsets[0], ()
 
 
 def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segments) -> tuple[int, list[PackBox]]:

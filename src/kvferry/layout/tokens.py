@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.boxes import GroupPair
-from kvferry.layout.description import CacheLayout, Rank
+from kvferry.layout.description import CacheLayout, Rank, Tensor
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -28,6 +28,7 @@ __all__ = [
     "check_span",
     "distinct",
     "holder",
+    "lookup",
     "segments",
     "shared_span",
 ]
@@ -130,6 +131,36 @@ def distinct(values: Int64s) -> Int64s:
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))] if len(ordered) else ordered
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What is asked of a layout for every request."""
+
+    layout: CacheLayout
+    num_blocks: dict[int, int]
+    """By group: block ids below this are in every tensor of the group."""
+    tensors: dict[tuple[str, str], Tensor]
+    """By layer and part."""
+
+
+_lookups: dict[int, Lookup] = {}
+MAX_LOOKUPS = 1024
+
+
+def lookup(layout: CacheLayout) -> Lookup:
+    """Made once a layout, which is found again by its identity: to compare it takes longer than to search it."""
+    found = _lookups.get(id(layout))
+    if found is None:
+        num_blocks: dict[int, int] = {}
+        for tensor in layout.tensors:
+            num_blocks[tensor.group] = min(num_blocks.get(tensor.group, MAX_TOKENS), tensor.paging.num_blocks)
+        found = Lookup(layout, num_blocks, {(tensor.layer, tensor.part): tensor for tensor in layout.tensors})
+        if len(_lookups) >= MAX_LOOKUPS:
+            _lookups.clear()
+        # The entry holds the layout, so its id is not given to another one while the entry lives.
+        _lookups[id(layout)] = found
+    return found
+
+
 def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: int) -> Holder:
     """Find and check the table of one group. Raises MalformedMessage; `side` is for its text."""
     found: BlockTable | None = None
@@ -148,7 +179,7 @@ def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: 
         raise MalformedMessage(
             f"{side} block table of group {group}: first_token is {found.first_token!r}; 0 to {MAX_TOKENS} are allowed"
         )
-    limit = min(tensor.paging.num_blocks for tensor in layout.tensors if tensor.group == group)
+    limit = lookup(layout).num_blocks[group]
     rank = layout.rank
     return Holder(
         side=side,
