@@ -224,7 +224,7 @@ async def test_models_health_metrics_and_description(url: str, client: openai.As
     await client.completions.create(model="tiny", prompt="Hello", max_tokens=5)
     async with aiohttp.ClientSession() as session:
         health = await session.get(f"{url}/health")
-        assert (health.status, await health.json()) == (200, {"status": "ok", "reason": "ready"})
+        assert (health.status, await health.json()) == (200, {"status": "ok", "reason": "ready", "refused_peers": {}})
         text = await (await session.get(f"{url}/metrics")).text()
         assert 'kvferry_prompt_tokens_total{source="recomputed"} 4.0' in text
         assert 'kvferry_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
