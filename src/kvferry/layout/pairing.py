@@ -141,7 +141,7 @@ def _without_aliases(
     for indices in same.values():
         tensors = [destination.tensors[i] for i in indices]
         offered = [i for i, t in zip(indices, tensors, strict=True) if (t.layer, t.part) in offers]
-        for position, layout in enumerate(sources):
+        for position, layout in enumerate(sources if len(offered) > 1 else ()):
             places = {
                 _place(layout.tensors[offer.tensor]): destination.tensors[i].layer
                 for i in offered
@@ -168,21 +168,29 @@ class _Covers:
         self._sources = sources
         self._destination = destination
         self._known: dict[object, list[tuple[int, Ranges]]] = {}
+        self._agreed: dict[object, Ranges] = {}
 
     def cover(self, tensor: Tensor, offers: Sequence[_Offer]) -> list[tuple[_Offer, Ranges]]:
         where = f"layer {tensor.layer!r} part {tensor.part!r}"
         group = self._destination.groups[tensor.group]
-        held: list[Ranges] = []
-        for offer in offers:
-            source = self._sources[offer.source]
-            theirs = source.tensors[offer.tensor]
-            _check_same_meaning(where, theirs, source, tensor, self._destination)
-            held.append(tuple((axis.start, axis.stop) for axis in _in_order(theirs, tensor)))
+        held = [self._held(where, offer, tensor) for offer in offers]
         self._check_one_stage(where, offers)
         key = (tensor.axes, group.kind, tuple(held), tuple(offer.source for offer in offers))
         if key not in self._known:
             self._known[key] = list(self._pieces(where, tensor, group, offers, held))
         return [(offers[i], ranges) for i, ranges in self._known[key]]
+
+    def _held(self, where: str, offer: _Offer, tensor: Tensor) -> Ranges:
+        """What the offer holds, on our axes in our order; checked once for all layers of one form."""
+        source = self._sources[offer.source]
+        theirs = source.tensors[offer.tensor]
+        # Decoded tensors of one form share their axes and paging. Both layouts live longer than this object.
+        forms = [(id(t.axes), id(t.paging), t.encoding, t.element_bytes, t.group) for t in (theirs, tensor)]
+        key = (offer.source, *forms)
+        if key not in self._agreed:
+            _check_same_meaning(where, theirs, source, tensor, self._destination)
+            self._agreed[key] = tuple((axis.start, axis.stop) for axis in _in_order(theirs, tensor))
+        return self._agreed[key]
 
     def _check_one_stage(self, where: str, offers: Sequence[_Offer]) -> None:
         stages = {self._sources[offer.source].rank.pp_rank for offer in offers}
