@@ -115,9 +115,13 @@ asyncio.run(main())
 """
 
 
-def test_children_die_with_a_parent_that_is_killed() -> None:
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(route=ROUTE)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", PARENT.format(route=ROUTE)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # what it cannot clean up any more, pytest does
     )
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
