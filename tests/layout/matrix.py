@@ -273,11 +273,11 @@ def blocks(matrix: Matrix, name: str) -> None:
     )
 
 
-def prefixes(matrix: Matrix, name: str) -> None:
+def prefixes(matrix: Matrix, name: str, p_blocks: tuple[int, ...] = BLOCKS) -> None:
     """D has a prefix of its own: every token of three of its blocks."""
 
     def cells() -> Iterator[list[str]]:
-        for p_block in BLOCKS:
+        for p_block in p_blocks:
             row = []
             for d_block in BLOCKS:
                 good = [
@@ -299,7 +299,7 @@ def prefixes(matrix: Matrix, name: str) -> None:
 
     matrix.grid(
         f"{name}: decode has its own prefix of 0, 1, ... tokens, up to three blocks; block sizes as above",
-        [f"P {size}" for size in BLOCKS],
+        [f"P {size}" for size in p_blocks],
         [f"D {size}" for size in BLOCKS],
         cells(),
     )

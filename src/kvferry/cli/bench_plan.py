@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--quick", action="store_true", help="without the case of 10^7 runs")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="repetitions; the best one is told (3)")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="repetitions; the best one is told (5)")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
