@@ -74,6 +74,9 @@ class NixlTransport:
     `settle_s`: how long `disconnect` lets transfers with that peer run on before it lets go of them. One that is let
     go of is reported with an error, but if the peer only slept, its bytes may still land: keep such blocks in
     quarantine, as for any vanished peer.
+
+    `progress_delay_us`: NIXL's progress thread wakes when something arrives, and after this time at the latest. Each
+    time it wakes during a copy of ours it spins until the copy is done, so it should be rare.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class NixlTransport:
         agent_name: PeerName,
         *,
         settle_s: float = 2.0,
-        progress_delay_us: int = 100,
+        progress_delay_us: int = 5000,
         backend: str = "UCX",
         clock: Clock | None = None,
     ) -> None:
