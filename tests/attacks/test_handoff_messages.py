@@ -233,6 +233,7 @@ def test_lies_raise_nothing_and_end_by_the_deadline(mode: TransferMode, lie: int
         pair.step(35.0)
     for rank in (*pair.prefill, *pair.decode):
         assert rank.core.idle
+        assert rank.core.next_deadline_s() is None
     assert pair.prefill[0].report.released == {"t"}
     (decode,) = pair.decode
     assert len(decode.report.landed) + len(decode.report.failed) == 1

@@ -196,8 +196,8 @@ class RankCore:
 
     @property
     def idle(self) -> bool:
-        """Nothing is open: no grant, no receive, no hold."""
-        return not (self.prefill.num_open or self.decode.num_open or self.next_deadline_s() is not None)
+        """No block of our engine is in our hands. Peers may still ask for what was never offered."""
+        return not (self.prefill.num_open or self.decode.num_open)
 
     @property
     def num_peers(self) -> int:

@@ -483,18 +483,17 @@ class DecodeMachine:
             self._beats.remove(source.peer, receive.want.transfer)
             return _NEVER
         ends_s = source.heard_s + self._lease.ttl_s
-        safe_s = ends_s + self._lease.quarantine_s
-        if now_s >= safe_s:
-            source.state = State.QUIET
-            return _NEVER
         if now_s >= ends_s:
             # It has not answered, and may stand still with a write in flight: our end of the connection goes, where
-            # the wire allows that, and the quarantine is the time that this takes.
+            # the wire allows that, and the quarantine, from now, is the time that this takes.
             if not source.cut_off:
-                source.cut_off = True
+                source.cut_off, source.safe_s = True, now_s + self._lease.quarantine_s
                 self.num_expired += 1
                 self.actions.append(Disconnect(source.peer))
-            return safe_s
+            elif now_s >= source.safe_s:
+                source.state = State.QUIET
+                return _NEVER
+            return source.safe_s
         if now_s >= source.asked_s + self._lease.renew_every_s:
             self._revoke(receive, source, now_s)
         return min(ends_s, source.asked_s + self._lease.renew_every_s)

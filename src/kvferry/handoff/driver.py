@@ -208,6 +208,8 @@ class Driver:
         if self._drain:
             core.prefill.draining = True
         polled = self._transport.poll()
+        # A grantor counts from when it received: not from before a poll that may have taken long.
+        now_s = self._clock.now_s()
         for received in polled.messages:
             busy = True
             self._receive(received, now_s)
@@ -218,6 +220,7 @@ class Driver:
         for moved in self._mover.poll():
             busy = True
             self._ended(moved, self._clock.now_s())
+        now_s = self._clock.now_s()
         due_s = core.next_deadline_s()
         if due_s is not None and due_s <= now_s:
             busy = True

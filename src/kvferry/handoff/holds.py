@@ -25,14 +25,12 @@ class Holds:
         return transfer in self._held
 
     def keep(self, transfer: TransferId, peers: Sequence[Peer], now_s: float) -> None:
-        """Renew it from now on; `peers` count the first time."""
-        held = self._held.get(transfer)
-        if held is None:
-            for peer in peers:
-                self._beats.add(peer, transfer, now_s)
+        """Renew it from now on."""
+        if transfer not in self._held:
             self._timers.set(transfer, now_s + self._keep_s)
-        else:
-            peers = held[0]
+        # Each time: a peer that was lost in between is forgotten by the heartbeats.
+        for peer in peers:
+            self._beats.add(peer, transfer, now_s)
         self._held[transfer] = (peers, now_s + self._keep_s)
 
     def end(self, transfer: TransferId) -> None:
