@@ -141,15 +141,17 @@ def test_abort_of_a_prefill_keeps_what_was_offered(make_side: Callable[..., Side
     assert engine.blocks.num_held == 0
 
 
-def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> None:
-    engine, connector = make_side(num_blocks=1 + 12, block_tokens=4, max_batch_tokens=8, prefix_caching=False)
+def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> None:  # R28
+    # Two tokens a step: one of the old request's answer, one of the prefill, which takes 34 steps.
+    engine, connector = make_side(num_blocks=1 + 12, block_tokens=4, max_batch_tokens=2, prefix_caching=False)
     engine.add(ask("old", prompt_of(8), max_tokens=30))
-    engine.step()
-    engine.add(ask("p", prompt_of(20), FOR_REMOTE))
-    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts in `preempted`
-    for _ in range(30):
+    for _ in range(4):
         engine.step()
-    assert engine.stats().preemptions == 1, "there is no other victim: the old one waits for the release"
+    engine.add(ask("p", prompt_of(34), FOR_REMOTE))
+    while engine.stats().preemptions == 0:
+        engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["p"], "the old one had to go itself"
+    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts in `preempted`
     connector.release("p")
     assert finish_one(engine, "old").finish_reason is FinishReason.LENGTH
 
