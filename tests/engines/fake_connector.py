@@ -116,12 +116,13 @@ class FakeConnector:
         landed = Landed(TransferId(f"t-{name}"), request, arrived, 1000, 3, 0.5, 7, note)
         self.news.append(Outcome(landed=(landed,)))
 
-    def fail(self, name: str, *, recompute: bool = True) -> None:
-        """They will not come."""
-        request = RequestId(name)
+    def fail(self, name: str, *, recompute: bool = True, arrived: int = 0, released: bool = False) -> None:
+        """They will not come, but for those before `arrived`. With `released`, the blocks are safe at once."""
+        request, transfer = RequestId(name), TransferId(f"t-{name}")
         self.open.discard(request)
-        failed = Failed(TransferId(f"t-{name}"), request, "the peer is gone", TokenRange(0, 0))
-        self.news.append(Outcome(failed=(failed,), recompute=recompute))
+        start = self.cached.get(request, 0)
+        failed = Failed(transfer, request, "the peer is gone", TokenRange(start, max(start, arrived)))
+        self.news.append(Outcome(failed=(failed,), released=(transfer,) if released else (), recompute=recompute))
 
     def release(self, name: str) -> None:
         """No peer touches the transfer's blocks any more."""

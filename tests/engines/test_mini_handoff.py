@@ -369,6 +369,30 @@ def test_a_failed_hand_off_is_computed_here_in_other_blocks(
     assert engine.blocks.num_held == 0
 
 
+def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # R29
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, params))
+    _until_waiting(d[0])
+    request = next(iter(d[0].scheduler.waiting_for_kv.values()))
+    copy_tokens(p[1].cache, next(iter(p[1].tables.values())), d[1].cache, request.tables, 0, 37)
+    blocks = list(request.block_ids)
+    d[0].cache.data[blocks[-1]] = float("nan")  # what a faulty peer may leave of a block that did not arrive whole
+    d[1].fail("d", arrived=37, released=True)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed, account.why) == (32, 8, "the peer is gone")
+    assert d[0].blocks.num_held == 0
+    assert request.block_ids == []
+    p[1].release("p")
+    finish(p[0])
+
+
 def test_by_policy_a_failed_hand_off_ends_the_request(make_side: Callable[..., Side]) -> None:  # R29
     engine, connector = make_side()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Landed, Outcome, SchedulerHalf, StepReport, WorkerHalf
+from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepReport, WorkerHalf
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.blocks import BlockManager, chain_hashes, num_runs
@@ -316,6 +316,9 @@ class Engine:
             if outcome.recompute:
                 logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
                 self.scheduler.remove(request)
+                if failed.transfer in outcome.released:
+                    self._keep(request, failed)
+                    continue
                 self.scheduler.give_up_blocks(request, failed.transfer)
                 self.scheduler.enqueue(request)
             else:
@@ -325,6 +328,17 @@ class Engine:
         for transfer in outcome.released:
             self.blocks.release(transfer)
         return outputs
+
+    def _keep(self, request: Request, failed: Failed) -> None:
+        """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
+        size = self.settings.block_tokens
+        arrived = min(failed.arrived.stop, request.num_prompt_tokens - 1) // size * size
+        if failed.arrived.start <= request.num_computed < arrived:
+            request.num_computed = arrived
+            request.num_handed_over = arrived - request.num_cached
+        self.cache.clear(request.block_ids[request.num_computed // size :])
+        self.scheduler.run(request)
+        self._remember(request)
 
     def _land(self, request: Request, landed: Landed) -> Output | None:
         """The prompt's KV is in our blocks: go on behind it."""
