@@ -45,7 +45,7 @@ def test_short_runs_are_staged_where_that_makes_them_long(name: str, operation: 
 
 
 def test_a_small_transfer_is_not_worth_staging() -> None:
-    assert choice("nhd-hnd", READ, 2048) is Route.DIRECT
+    assert choice("nhd-hnd", READ, 512) is Route.DIRECT
 
 
 def test_costs_are_interpolated_and_grow_with_runs_and_bytes() -> None:

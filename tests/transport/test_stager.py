@@ -39,14 +39,21 @@ class Rig:
     plans: Iterator[StagedPlan]
 
     def wait_done(self) -> StagedDone:
-        """Drive until one transfer has ended."""
+        """Drive until the only transfer has ended."""
+        (done,) = self.wait_all(1)
+        return done
+
+    def wait_all(self, count: int) -> list[StagedDone]:
+        """Drive until that many have ended."""
+        ended: list[StagedDone] = []
         end_s, pause = time.monotonic() + 20, threading.Event()
         while True:
             for completion in self.near_transport.poll().completions:
                 assert self.stager.completed(completion)
-            if done := self.stager.poll():
-                assert len(done) == 1
-                return done[0]
+            ended.extend(self.stager.poll())
+            if len(ended) >= count:
+                assert len(ended) == count
+                return ended
             assert time.monotonic() < end_s
             pause.wait(0.0005)
 
@@ -102,8 +109,7 @@ def test_two_transfers_share_the_pool() -> None:
     again = rig("nhd-hnd", Operation.READ)
     first = room.stager.start(FAR, Operation.READ, room.plans)
     second = room.stager.start(FAR, Operation.READ, again.plans)
-    ended = {room.wait_done().id, room.wait_done().id}
-    assert ended == {first, second}
+    assert {done.id for done in room.wait_all(2)} == {first, second}
     assert room.arrived()
     room.stager.close()
 

@@ -29,6 +29,8 @@ __all__ = ["add_arguments", "measure", "run"]
 RUN_BYTES = (256, 1024, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 PIECE_BYTES = (64, 256, 1024, 4096, 32 << 10, 256 << 10)
 MAX_RUNS = 40_000
+BLOCK_BYTES = 512 << 10
+"""Of all layers, as in a block-major cache."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +164,7 @@ def _copies(end: LocalEnd, threads: int, repeats: int) -> tuple[tuple[int, float
     cache = torch.from_numpy(end.buffers[0])
     curve = []
     for length in PIECE_BYTES:
-        block_bytes = max(32 << 10, 2 * length)
+        block_bytes = max(BLOCK_BYTES, 2 * length)
         pieces = block_bytes // length // 2
         per_chunk = max(1, CHUNK_BYTES // (pieces * length))
         staging = torch.ones(per_chunk * pieces * length, dtype=torch.uint8)

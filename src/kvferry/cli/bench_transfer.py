@@ -27,6 +27,7 @@ from kvferry.layout.description import CacheLayout, Rank
 from kvferry.layout.packing import StagedPlan
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
+from kvferry.settings import TransferSettings
 from kvferry.testing.ends import LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation, Ticket
 from kvferry.transport.chunks import CHUNK_BYTES, chunk_plans
@@ -41,7 +42,7 @@ QUICK_ARGS = ("--mib", "64", "--repeats", "3")
 PREFILL, DECODE = PeerName("bench-prefill/1/0"), PeerName("bench-decode/1/0")
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, ELEMENT_BYTES = 8, 8, 128, 2
 TOKEN_BYTES = NUM_LAYERS * 2 * NUM_HEADS * HEAD_DIM * ELEMENT_BYTES
-STAGING_BYTES = 16 << 20
+STAGING_BYTES = TransferSettings().staging_bytes
 
 
 @dataclass(frozen=True, slots=True)

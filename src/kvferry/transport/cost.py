@@ -42,13 +42,19 @@ class Route(StrEnum):
 class CostModel:
     """What runs and pieces cost here."""
 
-    read: Curve = ((256, 0.9e-6), (1024, 1.1e-6), (4096, 2.3e-6), (32768, 8e-6), (262144, 48e-6), (4194304, 700e-6))
+    read: Curve = (
+        (256, 2.9e-6), (1024, 3.2e-6), (4096, 4.2e-6), (16384, 6.2e-6), (65536, 16e-6), (262144, 57e-6), (8 << 20, 1.85e-3),
+    )  # fmt: skip
     """A READ, by the length of its runs."""
-    write: Curve = ((256, 0.9e-6), (1024, 1.1e-6), (4096, 2.3e-6), (32768, 8e-6), (262144, 48e-6), (4194304, 700e-6))
+    write: Curve = (
+        (256, 2.9e-6), (1024, 3.2e-6), (4096, 4.2e-6), (16384, 6.2e-6), (65536, 16e-6), (262144, 57e-6), (8 << 20, 1.85e-3),
+    )  # fmt: skip
     """A WRITE."""
-    copy: Curve = ((256, 55e-9), (1024, 200e-9), (4096, 750e-9), (32768, 5.5e-6), (1048576, 180e-6))
+    copy: Curve = (
+        (64, 23e-9), (256, 80e-9), (1024, 300e-9), (4096, 1.2e-6), (32768, 7.6e-6), (262144, 57e-6),
+    )  # fmt: skip
     """A copy between cache and staging, by the length of its pieces."""
-    overlap: float = 0.5
+    overlap: float = 0.3
     """How much of the shorter of wire and copy goes on beside the longer one: 1 with a core to spare, 0 with none."""
     start_s: float = 300e-6
     """What a staged transfer costs before its first byte."""

@@ -129,7 +129,7 @@ class Stager:
             for chunk in staged.chunks[:]:
                 if chunk.copying is not None and chunk.copying.done():
                     self._copied(chunk)
-            self._begin_chunks(staged)
+            self._begin_chunk(staged)
         ended = [staged for staged in self._open.values() if self._has_ended(staged)]
         for staged in ended:
             del self._open[staged.id]
@@ -150,26 +150,28 @@ class Stager:
         self._open.clear()
         self._posted.clear()
 
-    def _begin_chunks(self, staged: _Staged) -> None:
-        while staged.error is None and len(staged.chunks) < MAX_CHUNKS and not staged.exhausted:
-            try:
-                plan = staged.next_plan if staged.next_plan is not None else next(staged.plans, None)
-                if plan is None:
-                    staged.exhausted = True
-                    return
-                if plan.num_bytes > self._pool.num_bytes:
-                    raise TransferError(
-                        f"a chunk of {plan.num_bytes} bytes does not fit transfer.staging_bytes={self._pool.num_bytes}"
-                    )
-                staged.next_plan = plan
-                lease = self._pool.acquire(plan.num_bytes)
-                if lease is None:
-                    return  # others have it; they give it back in bounded time
-                staged.next_plan = None
-                self._begin(staged, plan, lease)
-            except FerryError as error:
-                staged.error = str(error)
-                staged.lost = isinstance(error, PeerLost)
+    def _begin_chunk(self, staged: _Staged) -> None:
+        """One chunk at most: over shared memory a post is the copy, and the one before should be unpacked meanwhile."""
+        if staged.error is not None or staged.exhausted or len(staged.chunks) >= MAX_CHUNKS:
+            return
+        try:
+            plan = staged.next_plan if staged.next_plan is not None else next(staged.plans, None)
+            if plan is None:
+                staged.exhausted = True
+                return
+            if plan.num_bytes > self._pool.num_bytes:
+                raise TransferError(
+                    f"a chunk of {plan.num_bytes} bytes does not fit transfer.staging_bytes={self._pool.num_bytes}"
+                )
+            staged.next_plan = plan
+            lease = self._pool.acquire(plan.num_bytes)
+            if lease is None:
+                return  # others have it; they give it back in bounded time
+            staged.next_plan = None
+            self._begin(staged, plan, lease)
+        except FerryError as error:
+            staged.error = str(error)
+            staged.lost = isinstance(error, PeerLost)
 
     def _begin(self, staged: _Staged, plan: StagedPlan, lease: Lease) -> None:
         remote = plan.source if staged.operation is Operation.READ else plan.destination
@@ -197,7 +199,7 @@ class Stager:
             copy = functools.partial(unpack, chunk.plan.destination, staging, memory)
         else:
             copy = functools.partial(pack, chunk.plan.source, memory, staging)
-        if self._num_copying:
+        if self._num_copying > 1:
             # The copier has enough to do: on a loaded machine it may not even run. This thread would only wait.
             chunk.copying = _done_here(copy)
         else:
