@@ -28,6 +28,16 @@ VERSION = 1
 Curve = tuple[tuple[int, float], ...]
 """(bytes of a run, seconds for one such run), by rising length."""
 
+_OVER_SHARED_MEMORY: Curve = (
+    (256, 2.9e-6),
+    (1024, 3.2e-6),
+    (4096, 4.2e-6),
+    (16384, 6.2e-6),
+    (65536, 16e-6),
+    (262144, 57e-6),
+    (8388608, 1.85e-3),
+)
+
 
 class Route(StrEnum):
     """How bytes move."""
@@ -42,13 +52,9 @@ class Route(StrEnum):
 class CostModel:
     """What runs and pieces cost here."""
 
-    read: Curve = (
-        (256, 2.9e-6), (1024, 3.2e-6), (4096, 4.2e-6), (16384, 6.2e-6), (65536, 16e-6), (262144, 57e-6), (8 << 20, 1.85e-3),
-    )  # fmt: skip
+    read: Curve = _OVER_SHARED_MEMORY
     """A READ, by the length of its runs."""
-    write: Curve = (
-        (256, 2.9e-6), (1024, 3.2e-6), (4096, 4.2e-6), (16384, 6.2e-6), (65536, 16e-6), (262144, 57e-6), (8 << 20, 1.85e-3),
-    )  # fmt: skip
+    write: Curve = _OVER_SHARED_MEMORY
     """A WRITE."""
     copy: Curve = (
         (64, 23e-9), (256, 80e-9), (1024, 300e-9), (4096, 1.2e-6), (32768, 7.6e-6), (262144, 57e-6),
