@@ -117,7 +117,9 @@ def post(
 class Stream:
     """A streamed completion: iterate over its events, or hang up in the middle."""
 
-    def __init__(self, url: str, body: dict[str, Any], *, path: str = "/v1/completions", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str, body: dict[str, Any], *, path: str = "/v1/completions", timeout_s: float = 60.0
+    ) -> None:
         self._connection = _connection(url, timeout_s)
         self.answer = Answer(0)
         try:

@@ -264,7 +264,8 @@ class Fleet:
 
     def _end(self) -> None:
         for process in reversed(self.processes):
-            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGTERM)  # ends one that still loads
+            process.signal(signal.SIGINT)  # one that serves need not drain: what had to be free is free
         slow = []
         for process in self.processes:
             try:

@@ -1,0 +1,214 @@
+"""`kill -9` and SIGSTOP of prefill or decode at random moments under load: nobody gets a wrong answer, nothing is lost.
+
+Several clients stream through the router all the time. Each answer must be whole and right, or end with a clear error,
+and what was said before the error must be right as well. Afterwards every block is free and the pair works again.
+The seed is printed; CHAOS_SEED=n repeats it. `make chaos` runs 20 moments of each kind, mode and worker.
+"""
+
+import os
+import random
+import secrets
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.client import Answer, complete, eventually
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.process, pytest.mark.engine]
+
+NUM_CLIENTS = 4
+ANSWER_TOKENS = 60
+CLIENT_S = 60.0
+"""No client waits longer, whatever happens: that would be a hang."""
+FREE_S = 15.0
+"""Deadline (5 s), lease (2 s) and quarantine (0.5 s), and some for a busy machine."""
+FLAGS = (
+    "--dtype", "float32", "--num-blocks", "700", "--max-batch-tokens", "64", "--threads", "1",
+    "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5", "--transfer-deadline", "5",
+    "--handshake-timeout", "1", "--verify", "all",
+)  # fmt: skip
+ROUTE_FLAGS = ("--prefill-timeout", "8", "--first-byte-timeout", "20", "--between-bytes-timeout", "8",
+               "--health-timeout", "1")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and what one engine alone says to it."""
+
+    prompt: list[int]
+    right: list[int]
+
+
+@dataclass
+class Tally:
+    """What the clients got."""
+
+    whole: int = 0
+    handed_over: int = 0
+    errors: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def note(self, question: Question, answer: Answer) -> None:
+        """Sort one answer in. A fault is what must never be."""
+        said = f"prompt of {len(question.prompt)}: status={answer.status} broken={answer.broken!r} "
+        said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} told={answer.kvferry}"
+        if answer.token_ids != question.right[: len(answer.token_ids)]:
+            self.faults.append("wrong tokens: " + said)
+        elif answer.whole:
+            self.whole += 1
+            self.handed_over += answer.kvferry["handed_over"] > 0
+            if len(answer.token_ids) != len(question.right):
+                self.faults.append("truncated: " + said)
+        elif answer.broken or not answer.clear_error:
+            self.faults.append("neither an answer nor a clear error: " + said)
+        elif answer.done or answer.finish_reason:
+            self.faults.append("an error with a good end: " + said)
+        else:
+            self.errors.append(str(answer.error))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small, with a context of 2,048."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def questions(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
+    """40 prompts of 20 to 1,500 tokens, some with a common beginning."""
+    dice = random.Random(5)
+    common = [dice.randint(3, 263) for _ in range(400)]
+    prompts = []
+    for number in range(40):
+        tail = [dice.randint(3, 263) for _ in range(dice.randint(20, 1100))]
+        prompts.append(common[: dice.randint(1, 400)] + tail if number % 3 == 0 else tail)
+    with Fleet(tmp_path_factory.mktemp("alone"), *FLAGS, model=str(tiny)) as fleet:
+        url = fleet.worker("alone", role="both").wait_ready().url
+        answers = [complete(url, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True) for prompt in prompts]
+    assert all(answer.whole for answer in answers)
+    return [Question(prompt, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh, and printed."""
+    chosen = int(os.environ.get("CHAOS_SEED") or secrets.randbits(32))
+    print(f"CHAOS_SEED={chosen}")
+    return chosen
+
+
+class Load:
+    """Clients that ask until they are told to stop. A context."""
+
+    def __init__(self, url: str, questions: list[Question], seed: int) -> None:
+        self.tally = Tally()
+        self._url = url
+        self._questions = questions
+        self._seed = seed
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(NUM_CLIENTS)
+
+    def _client(self, number: int) -> None:
+        dice = random.Random(self._seed * NUM_CLIENTS + number)
+        while not self._stop.is_set():
+            question = dice.choice(self._questions)
+            answer = complete(
+                self._url, question.prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, stream=True, timeout_s=CLIENT_S
+            )
+            with self._lock:
+                self.tally.note(question, answer)
+            if not answer.whole:
+                self._stop.wait(0.1)  # as a client that tries again
+
+    def __enter__(self) -> "Load":
+        self._running = [self._pool.submit(self._client, number) for number in range(NUM_CLIENTS)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for client in self._running:
+            client.result(CLIENT_S * 2)
+        self._pool.shutdown()
+
+
+def strike(worker: Process, how: str, dice: random.Random) -> str:
+    """Kill it; or stop it for a while, and then let it go on, or kill it. It is restarted at its address if it died."""
+    if how == "kill":
+        worker.restart()
+        return "killed"
+    pause_s = dice.choice([0.05, 0.5, 1.5, 3.0, 6.0])
+    worker.signal(signal.SIGSTOP)
+    threading.Event().wait(pause_s)
+    if dice.random() < 0.3:
+        worker.restart()
+        return f"stopped for {pause_s:g} s and killed"
+    worker.signal(signal.SIGCONT)
+    return f"stopped for {pause_s:g} s"
+
+
+@pytest.fixture(params=["pull", "push"])
+def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Fleet]:
+    """p, d and a router that loses patience soon."""
+    with Fleet(tmp_path, *FLAGS, model=str(tiny), mode=request.param) as fleet:
+        fleet.worker("p", role="prefill")
+        fleet.worker("d", role="decode")
+        for worker in fleet.workers.values():
+            worker.wait_ready()
+        fleet.route(*ROUTE_FLAGS, prefill=[fleet.workers["p"]], decode=[fleet.workers["d"]])
+        yield fleet
+
+
+def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]], seed: int) -> None:
+    """Strike at each of the moments, (worker, how), while clients ask; then look at everything."""
+    dice = random.Random(seed)
+    struck = []
+    with Load(fleet.url, questions, seed) as load:
+        for name, how in moments:
+            threading.Event().wait(dice.uniform(0.1, 1.2))
+            struck.append(f"{name} {strike(fleet.workers[name], how, dice)}")
+            before = load.tally.whole
+            eventually(
+                f"answers come again after: {struck}\n{load.tally}",
+                lambda before=before: load.tally.whole > before or load.tally.faults,
+                within_s=60,
+            )
+            assert not load.tally.faults, f"seed {seed}, {struck}: {load.tally.faults}\n{fleet.tails()}"
+    tally = load.tally
+    print(f"seed={seed} mode={fleet.mode} struck={struck} whole={tally.whole} handed_over={tally.handed_over} "
+          f"errors={len(tally.errors)}")  # fmt: skip
+    assert not tally.faults, f"seed {seed}, {struck}: {tally.faults}\n{fleet.tails()}"
+    assert tally.whole > len(moments), tally
+    fleet.wait_blocks_free(FREE_S)
+    eventually("the pair hands over again", lambda: _hands_over(fleet, questions[0]), within_s=20, every_s=0.5)
+    fleet.wait_blocks_free(FREE_S)
+
+
+def _hands_over(fleet: Fleet, question: Question) -> bool:
+    fresh = [*random.Random().choices(range(3, 264), k=64), *question.prompt]
+    answer = complete(fleet.url, fresh[:500], max_tokens=4, ignore_eos=True)
+    assert answer.whole, answer
+    return bool(answer.kvferry["handed_over"] > 0 and not answer.kvferry["why"])
+
+
+@pytest.mark.timeout(400)
+def test_a_few_moments_of_each_kind(fleet: Fleet, questions: list[Question], seed: int) -> None:  # R28, R29
+    moments = [("p", "kill"), ("d", "stop"), ("d", "kill"), ("p", "stop")]
+    random.Random(seed).shuffle(moments)
+    storm(fleet, questions, moments, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(os.environ.get("CHAOS") != "full", reason="20 moments of each kind take a while: make chaos")
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_twenty_moments(fleet: Fleet, questions: list[Question], seed: int, name: str, how: str) -> None:
+    storm(fleet, questions, [(name, how)] * 20, seed)

@@ -1,0 +1,92 @@
+"""Issue 5, item 6: SIGTERM to a worker in use. Real processes, real NIXL."""
+
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Stream, complete, eventually, get
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
+
+LEASE_S, RENEW_S = 40.0, 0.5
+FLAGS = (
+    "--dtype", "float32", "--num-blocks", "300", "--threads", "1",
+    "--lease-ttl", str(LEASE_S), "--lease-renew-every", str(RENEW_S),
+)  # fmt: skip
+PROMPT = [3 + i % 200 for i in range(120)]
+END_S = 15.0
+"""Far below the lease: it is not the lease that ends it."""
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+    with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, model=str(model), mode=request.param) as fleet:
+        for name, role in (("p", "prefill"), ("d", "decode")):
+            fleet.worker(name, role=role)
+        for worker in fleet.workers.values():
+            worker.wait_ready()
+        yield fleet
+
+
+def prefill(p: Process, transfer: str) -> dict[str, Any]:
+    answer = complete(
+        p.url, PROMPT, max_tokens=1, ignore_eos=True,
+        kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
+    )  # fmt: skip
+    assert answer.params is not None, answer
+    return answer.params
+
+
+def test_prefill_serves_what_it_has_offered_and_gives_up_what_nobody_claims(fleet: Fleet) -> None:
+    p, d = fleet.workers["p"], fleet.workers["d"]
+    params = prefill(p, "warm")
+    assert complete(d.url, PROMPT, ignore_eos=True, kv_transfer_params=params).kvferry["handed_over"] > 0
+    params = prefill(p, "claimed")
+    prefill(p, "orphan")
+    assert "held_blocks" in p.blocks_in_use()
+    p.signal(signal.SIGTERM)
+    eventually("it drains", lambda: get(p.url, "/health").get("reason") == "draining")
+    refused = complete(p.url, PROMPT)
+    assert (refused.status, refused.error and refused.error["code"]) == (503, "draining")
+    # A prompt of another length: decode's own cache must not be what answers it.
+    taken = complete(d.url, PROMPT, ignore_eos=True, kv_transfer_params=params, max_tokens=4)
+    assert taken.whole, taken
+    assert taken.kvferry["recomputed"] == 0, taken.kvferry
+    assert p.wait_ended(END_S) == 0, p.tail()
+    assert p.logged("drained after_s=")
+    assert not p.logged("drain timed out")
+
+
+def test_decode_finishes_its_answer(fleet: Fleet) -> None:
+    d = fleet.workers["d"]
+    stream = Stream(d.url, {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "temperature": 0})
+    events = stream.events()
+    next(events)
+    d.signal(signal.SIGTERM)
+    eventually("it drains", lambda: get(d.url, "/health").get("reason") == "draining")
+    assert d.describe()["state"] == "draining"
+    for _ in events:
+        pass
+    assert stream.answer.whole, stream.answer
+    assert stream.answer.usage == {} or stream.answer.usage["completion_tokens"] == 1500
+    assert d.wait_ended(END_S) == 0, d.tail()
+
+
+def test_a_second_signal_does_not_wait(fleet: Fleet) -> None:
+    d = fleet.workers["d"].restart()
+    stream = Stream(d.url, {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0})
+    next(stream.events())
+    began_s = time.monotonic()
+    d.signal(signal.SIGTERM)
+    eventually("it drains", lambda: get(d.url, "/health").get("reason") == "draining")
+    d.signal(signal.SIGINT)
+    stream.hang_up()
+    assert d.wait_ended(END_S) == 0, d.tail()
+    assert time.monotonic() - began_s < END_S
+    assert d.logged("stopping url=")
