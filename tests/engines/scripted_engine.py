@@ -125,6 +125,12 @@ class ScriptedWorker:
     engine_id: str = "scripted"
     role: str = "both"
     mode: str = "pull"
+    drained: bool = True
+    """Nothing of a hand-off is left."""
+    num_drains: int = 0
+
+    def drain(self) -> None:
+        self.num_drains += 1
 
     def describe(self) -> dict[str, Any]:
         return {

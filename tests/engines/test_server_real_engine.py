@@ -24,6 +24,10 @@ class PlainWorker:
     """A worker without a connector."""
 
     engine: Engine
+    drained: bool = True
+
+    def drain(self) -> None:
+        pass
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "plain", "incarnation": "1", "role": "both", "mode": "pull"}

@@ -27,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid, url, engine")
     parser.add_argument("--max-body-bytes", type=int, default=32 << 20, help="longer bodies are refused")
     parser.add_argument("--max-open-requests", type=int, default=1024, help="more at once get 503")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S",
+                        help="after SIGTERM, seconds for what is open to end (default: 30)")  # fmt: skip
     add_worker_flags(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT, or until a drain has ended: SIGTERM begins one."""
     die_with_supervisor()
     engine, ferry = engine_settings(args.model, args), ferry_settings(args)
     listener = Listener(None, args.host, args.port)
@@ -56,6 +58,7 @@ def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySetting
             vocab_size=worker.engine.model.config.vocab_size,
             max_body_bytes=args.max_body_bytes,
             max_open_requests=args.max_open_requests,
+            drain_timeout_s=args.drain_timeout,
         )
         server = WorkerServer(worker, worker.engine.tokenizer, settings)
 
@@ -63,7 +66,7 @@ def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySetting
             await listener.start(server.app)
             logger.info("serving model=%s role=%s url=%s", model_name, args.role, listener.url)
             announce(args.ready_file, url=listener.url, engine=worker.identity.engine, role=args.role)
-            await serve_until_signal(listener)
+            await serve_until_signal(listener, server.draining)
 
         asyncio.run(main())
     finally:

@@ -143,10 +143,12 @@ class Supervisor:
         self._hurry.set()
 
     async def stop(self) -> None:
-        """End every child: SIGTERM, and SIGKILL for what is left after some seconds. Idempotent."""
+        """End every child: by signals, and SIGKILL for what is left after some seconds. Idempotent."""
         children, self.children = self.children, []
         for child in children:
+            # TERM ends one that still loads; one that serves would drain first, and INT says that it must not.
             _signal(child, signal.SIGTERM)
+            _signal(child, signal.SIGINT)
         everyone = asyncio.create_task(self._wait_all(children))
         hurry = asyncio.create_task(self._hurry.wait())
         waits: set[asyncio.Task[Any]] = {everyone, hurry}

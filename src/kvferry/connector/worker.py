@@ -49,6 +49,15 @@ class HandoffWorker:
         """Counters since the start."""
         return self._driver.stats()
 
+    def drain(self) -> None:
+        """Begin nothing with a peer that is not open already. From any thread, never blocks."""
+        self._driver.drain()
+
+    @property
+    def drained(self) -> bool:
+        """After `drain`: no hand-off of this rank is open, and every end was collected by `end_step`."""
+        return self._driver.drained
+
     def close(self) -> None:
         """End the driver thread, then the transport; nothing of them remains."""
         self._driver.close()

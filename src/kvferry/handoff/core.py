@@ -163,7 +163,7 @@ class RankCore:
 
     def shut_down(self, now_s: float) -> None:
         """We end: peers are told, and nothing new begins."""
-        self.prefill.draining = True
+        self.prefill.drain(now_s)
         self.prefill.withdraw_all("prefill is shutting down", now_s)
         self.decode.cancel_all("decode is shutting down", now_s)
 

@@ -206,7 +206,7 @@ class Driver:
             busy = True
             self._take_orders(self._orders.popleft(), now_s)
         if self._drain:
-            core.prefill.draining = True
+            core.prefill.drain(now_s)
         polled = self._transport.poll()
         # A grantor counts from when it received: not from before a poll that may have taken long.
         now_s = self._clock.now_s()

@@ -58,7 +58,7 @@ class PrefillMachine:
         self._posts: dict[PostId, tuple[TransferId, int]] = {}
         self._num_posts = 0
         self._num_awaited = 0
-        self.draining = False
+        self._draining = False
         self.actions: list[Action] = []
         self.released: list[TransferId] = []
         self.taken: list[TransferId] = []
@@ -77,7 +77,7 @@ class PrefillMachine:
         elif not grant.offered:
             self._num_awaited -= 1
         grant.offered = True
-        grant.base_s = now_s + self._lease.ttl_s if order.final else _NEVER
+        grant.base_s = now_s + (self._unclaimed_s if self._draining else self._lease.ttl_s) if order.final else _NEVER
         grant.tables, grant.ready, grant.final = order.tables, order.ready, order.final
         # A longer one would be refused by every peer, and the whole message with it.
         grant.note = order.note if len(order.note) <= MAX_NOTE_BYTES else b""
@@ -104,6 +104,23 @@ class PrefillMachine:
             if consumer.state is ConsumerState.ACTIVE:
                 self._fail(grant, consumer, f"prefill withdrew it: {grant.withdrawn}")
         self._settle(grant, now_s)
+
+    def drain(self, now_s: float) -> None:
+        """Admit nothing that was not offered; what nobody renews or claims ends soon, not with its lease. Idempotent.
+
+        Whoever waits for a grant names it in every renewal: two periods without are enough to know.
+        """
+        if self._draining:
+            return
+        self._draining = True
+        for grant in list(self._grants.values()):
+            if grant.final:
+                grant.base_s = min(grant.base_s, now_s + self._unclaimed_s)
+                self._settle(grant, now_s)
+
+    @property
+    def _unclaimed_s(self) -> float:
+        return min(self._lease.ttl_s, 2 * self._lease.renew_every_s)
 
     def withdraw_all(self, reason: str, now_s: float) -> None:
         """Withdraw everything that is open."""
@@ -294,7 +311,7 @@ class PrefillMachine:
         if grant is None:
             if transfer in self._ended:
                 why = self._ended[transfer]
-            elif self.draining:
+            elif self._draining:
                 why = "prefill is shutting down"
             elif self._num_awaited >= self._limits.max_open:
                 why = "prefill awaits too many transfers"

@@ -7,13 +7,14 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from kvferry.errors import ConfigError
 
-__all__ = ["Listener", "announce", "serve_until_signal", "url_of"]
+__all__ = ["Drain", "Listener", "announce", "serve_until_signal", "url_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,45 @@ def announce(ready_file: str | None, **facts: object) -> None:
         raise ConfigError(f"--ready-file {ready_file!r} cannot be written: {error.strerror or error}") from error
 
 
-async def serve_until_signal(listener: Listener) -> None:
-    """Wait for SIGINT or SIGTERM, then stop the listener. The listener must be started."""
+class Drain(Protocol):
+    """What ends a server gently."""
+
+    def begin(self, why: str) -> None:
+        """Take nothing new. Idempotent; never blocks."""
+        ...
+
+    async def wait_ended(self) -> None:
+        """Wait until a drain has begun, by whomever, and has ended."""
+        ...
+
+
+async def serve_until_signal(listener: Listener, drain: Drain | None = None) -> None:
+    """Wait for SIGINT or SIGTERM, then stop the listener. The listener must be started.
+
+    With `drain`, the first SIGTERM only begins it, and its end stops the listener. SIGINT, or a second SIGTERM, doesn't
+    wait for that.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
-    logger.info("stopping url=%s", listener.url)
-    await listener.stop()
+    gentle = [] if drain is None else [drain]
+
+    def terminate() -> None:
+        if gentle:
+            gentle.pop().begin("SIGTERM")
+        else:
+            stop.set()
+
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    waits: set[asyncio.Task[Any]] = {asyncio.create_task(stop.wait(), name="signal")}
+    if drain is not None:
+        waits.add(asyncio.create_task(drain.wait_ended(), name="drain"))
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waits:
+            task.cancel()
+        logger.info("stopping url=%s", listener.url)
+        await listener.stop()

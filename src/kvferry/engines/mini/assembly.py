@@ -124,6 +124,16 @@ class Worker:
         """The same as sentences."""
         return [f"{engine}: {reason}" for engine, reason in self.refused_peers().items()]
 
+    def drain(self) -> None:
+        """Begin no hand-off with a peer that is not open already. From any thread; never blocks. See `drained`."""
+        self._worker.drain()
+
+    @property
+    def drained(self) -> bool:
+        """After `drain`: no hand-off is open, and no block is held for a peer. Read on the engine thread."""
+        # The scheduler half first: it knows of orders that the driver may be taking at this moment.
+        return not self.engine.has_work() and not self.engine.stats().held_blocks and self._worker.drained
+
     def close(self) -> None:
         """End everything. Idempotent."""
         self._cleanup.close()

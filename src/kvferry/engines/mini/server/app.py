@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, sampling_of
+from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
 from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
@@ -58,13 +59,18 @@ class ServerSettings:
     max_open_requests: int = 1024
     """More sequences at once than this are refused with 503 and Retry-After."""
 
+    drain_timeout_s: float = 30.0
+    """A worker that was told to stop ends after this long, whatever is still open."""
+
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"server.{name}={getattr(self, name)!r} must be at least 1")
+        if not self.drain_timeout_s >= 0:
+            raise ConfigError(f"server.drain_timeout_s={self.drain_timeout_s!r} must be 0 or more: set --drain-timeout")
 
 
-class WorkerLike(Protocol):
+class WorkerLike(Drains, Protocol):
     """What the server needs of a worker: the engine, and what it says of itself (called on the engine thread)."""
 
     @property
@@ -87,7 +93,13 @@ class WorkerServer:
         self._engine = EngineThread(worker.engine)
         self._metrics = WorkerMetrics()
         self._serial = itertools.count()
-        self._draining = False
+        self._num_answering = 0
+        self.draining = Draining(
+            self._engine,
+            worker,
+            num_answering=lambda: self._num_answering,
+            timeout_s=settings.drain_timeout_s,
+        )
         self._description: dict[str, Any] = {}
         self._engine_stats: Mapping[str, float] = {}
         self.app = web.Application(
@@ -221,7 +233,7 @@ class WorkerServer:
                     param="messages" if isinstance(body, ChatBody) else "prompt",
                     code="context_length_exceeded",
                 )
-        if self._draining:
+        if self.draining.begun:
             raise ApiError(503, "this worker is draining: send the request to another one", code="draining",
                            retry_after_s=1)  # fmt: skip
         if self._engine.num_open + num_choices * len(prompts) > settings.max_open_requests:
@@ -236,6 +248,7 @@ class WorkerServer:
         began_s = time.monotonic()
         generation = Generation(self._engine, job, f"{job.request_id[:64]}.{next(self._serial)}")
         status = 499
+        self._num_answering += 1
         try:
             if job.stream:
                 response: web.StreamResponse = await self._stream(request, job, reply, generation, began_s)
@@ -258,6 +271,7 @@ class WorkerServer:
             status = as_api_error(error).status
             raise
         finally:
+            self._num_answering -= 1
             generation.close()
             self._metrics.on_status(request.path, status)
         return response
@@ -317,7 +331,7 @@ class WorkerServer:
     def _state(self) -> str:
         if self._engine.failure is not None:
             return f"the engine has ended: {self._engine.failure}. Restart the worker"
-        return "draining" if self._draining else "ready"
+        return "draining" if self.draining.begun else "ready"
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         stats = getattr(self._worker.engine, "stats", None)
@@ -348,8 +362,7 @@ class WorkerServer:
             return last
 
     async def _drain(self, _: web.Request) -> web.Response:
-        self._draining = True
-        logger.info("draining open=%d", self._engine.num_open)
+        self.draining.begin("POST /v1/kvferry/drain")
         return _json({"state": "draining", "open_requests": self._engine.num_open})
 
 
