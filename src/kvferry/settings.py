@@ -101,6 +101,12 @@ class TransferSettings:
     verify: Verify = Verify.SAMPLE
     """Compare a digest of `all` bytes that landed, of a small `sample`, or nothing (`off`)."""
 
+    progress: bool = True
+    """Prefill offers each chunk as soon as it is computed; off: only the whole prompt, when it is done."""
+
+    first_token: bool = True
+    """Prefill hands its first token over too; off: decode computes the prompt's last token again to choose it."""
+
     staging_bytes: int = 64 << 20
     """Registered memory for packing short runs into one long one; 0 turns staging off."""
 

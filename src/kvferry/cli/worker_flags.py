@@ -47,6 +47,10 @@ class Flag:
         return next(one.default for one in dataclasses.fields(self.part) if one.name == self.field)
 
 
+def _on_off(text: str) -> bool:
+    return text == "on"
+
+
 FLAGS = (
     Flag("dtype", EngineSettings, "dtype", str, DTYPES),
     Flag("device", EngineSettings, "device", str),
@@ -62,6 +66,8 @@ FLAGS = (
     Flag("transfer-deadline", TransferSettings, "deadline_s", float),
     Flag("on-failure", TransferSettings, "on_failure", FailurePolicy, [str(one) for one in FailurePolicy]),
     Flag("verify", TransferSettings, "verify", Verify, [str(one) for one in Verify]),
+    Flag("progress", TransferSettings, "progress", _on_off, ("on", "off")),
+    Flag("first-token", TransferSettings, "first_token", _on_off, ("on", "off")),
     Flag("staging-bytes", TransferSettings, "staging_bytes", int),
     Flag("lease-ttl", LeaseSettings, "ttl_s", float),
     Flag("lease-renew-every", LeaseSettings, "renew_every_s", float),
@@ -81,7 +87,8 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     ferry = parser.add_argument_group("hand-off")
     for flag in FLAGS:
         group = engine if flag.part is EngineSettings else ferry
-        default = "" if flag.default is None else f" (default: {flag.default})"
+        shown = {True: "on", False: "off"}.get(flag.default, flag.default) if flag.parse is _on_off else flag.default
+        default = "" if shown is None else f" (default: {shown})"
         help_text = field_docs(flag.part)[flag.field].replace("%", "%%") + default
         kind: dict[str, Any] = {"choices": flag.choices} if flag.choices else {"metavar": flag.field.upper()}
         parse = str if flag.choices else flag.parse

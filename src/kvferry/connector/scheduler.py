@@ -221,7 +221,7 @@ class HandoffScheduler:
 
     def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
         """Offer what is stored so far; the peer may take it while the next chunk is computed."""
-        if request.handoff is None or not request.handoff.do_remote_decode:
+        if request.handoff is None or not request.handoff.do_remote_decode or not self._settings.transfer.progress:
             return
         self._offer(request, tables, num_computed_tokens, final=False, note=b"")
 
@@ -267,6 +267,8 @@ class HandoffScheduler:
                 return None, None
             self._next.withdraw.append(Withdraw(offered.transfer, "the request was aborted on the prefill side"))
             return offered.transfer, None
+        if not self._settings.transfer.first_token:
+            first_token = None
         note = encode_first_token(first_token) if first_token is not None else b""
         entry = self._offer(request, tables, num_computed_tokens, final=True, note=note)
         return entry.transfer, self._params(entry, tables, num_computed_tokens, first_token)
