@@ -13,7 +13,7 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.layout.description import Region
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Operation
-from kvferry.transport.chunks import chunk_plans
+from kvferry.transport.chunks import CHUNK_BYTES, chunk_plans
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.transport.packer import region_views
 from kvferry.transport.stager import StagedDone, Stager
@@ -159,6 +159,11 @@ def test_a_chunk_larger_than_the_pool_says_which_setting() -> None:
     room.stager.start(FAR, Operation.READ, room.plans)
     assert "transfer.staging_bytes=4096" in (room.wait_done().error or "")
     room.stager.close()
+
+
+def test_chunks_are_cut_so_that_several_fit_the_pool() -> None:
+    assert rig("same", Operation.READ, pool_bytes=64 << 10).stager.chunk_bytes == 16 << 10
+    assert rig("same", Operation.READ, pool_bytes=64 << 20).stager.chunk_bytes == CHUNK_BYTES
 
 
 def test_nothing_to_move_still_tells() -> None:

@@ -203,7 +203,8 @@ class _Ways:
         return edge.source_rank
 
     def _chunks(self, edge: Edge) -> Iterator[StagedPlan]:
-        for chunk in chunk_plans(edge, self.source, self.destination, self.wanted):
+        plans = chunk_plans(edge, self.source, self.destination, self.wanted, chunk_bytes=self.stager.chunk_bytes)
+        for chunk in plans:
             boxes = tuple(replace(box, region=box.region + self._first_region(edge)) for box in chunk.source.boxes)
             yield replace(chunk, source=replace(chunk.source, boxes=boxes))
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "chunk_plans"]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 8 << 20
 """Larger chunks are unpacked from memory and not from a cache; smaller ones cost more calls and more waiting."""
 
 Int64s = npt.NDArray[np.int64]

@@ -21,6 +21,7 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Ticket, Transport
+from kvferry.transport.chunks import CHUNK_BYTES
 from kvferry.transport.packer import Memory, pack, staging_runs, unpack
 from kvferry.transport.staging import Lease, StagingPool
 
@@ -88,6 +89,11 @@ class Stager:
         self._ids = itertools.count(1)
         self._open: dict[StagedId, _Staged] = {}
         self._posted: dict[Ticket, _Chunk] = {}
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What to give to chunk_plans: so that MAX_CHUNKS of them fit the pool."""
+        return min(CHUNK_BYTES, self._pool.num_bytes // MAX_CHUNKS)
 
     def start(
         self, peer: PeerName, operation: Operation, plans: Iterator[StagedPlan], message: bytes = b""
