@@ -166,9 +166,11 @@ def _copies(end: LocalEnd, threads: int, repeats: int) -> tuple[tuple[int, float
     for length in PIECE_BYTES:
         block_bytes = max(BLOCK_BYTES, 2 * length)
         pieces = block_bytes // length // 2
-        per_chunk = max(1, CHUNK_BYTES // (pieces * length))
-        staging = torch.ones(per_chunk * pieces * length, dtype=torch.uint8)
         ids = np.random.default_rng(length).permutation(len(cache) // block_bytes)
+        per_chunk = min(len(ids), max(1, CHUNK_BYTES // (pieces * length)))
+        if not per_chunk:
+            break
+        staging = torch.ones(per_chunk * pieces * length, dtype=torch.uint8)
         plans = []
         for first in range(0, len(ids) - per_chunk + 1, per_chunk):
             box = PackBox(
