@@ -94,7 +94,8 @@ async def test_the_time_is_limited(stuck: str, caplog: pytest.LogCaptureFixture)
         await until(one.ended.done)
         assert one.ended.exception() is None
         if stuck == "answer":
-            pending.cancel()
+            cut_off = await pending
+            assert (cut_off.status, (await cut_off.json())["error"]["code"]) == (503, "stopping")
     assert "drain timed out" in caplog.text
 
 

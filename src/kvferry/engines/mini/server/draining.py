@@ -69,6 +69,7 @@ class Draining:
             logger.warning(
                 "drain timed out, what is open is cut off open=%d after_s=%g", self._num_answering(), self._timeout_s
             )
+            await self._engine.stop()  # whose clients are told so, while there is somebody to tell them
         except FerryError as error:
             logger.warning("drain ends cause=%s", error)  # the engine has died: nothing will end any more
         else:
