@@ -16,10 +16,10 @@ from kvferry.handoff.links import Flow, Link
 from kvferry.handoff.mover import DirectMover, Moved
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Transport
-from kvferry.transport.chunks import CHUNK_BYTES, chunk_plans
+from kvferry.transport.chunks import chunk_plans
 from kvferry.transport.cost import CostModel, Route, choose
 from kvferry.transport.packer import Memory
-from kvferry.transport.stager import MAX_CHUNKS, StagedDone, StagedId, Stager
+from kvferry.transport.stager import StagedDone, StagedId, Stager
 from kvferry.transport.staging import StagingPool
 from kvferry.wire.handoff_messages import encode_message, with_size
 
@@ -56,7 +56,6 @@ class AdaptiveMover:
     ) -> None:
         self._direct = DirectMover(transport)
         self._pool_bytes = pool.num_bytes
-        self._chunk_bytes = min(CHUNK_BYTES, pool.num_bytes // MAX_CHUNKS)
         self._stager = Stager(transport, pool, staging_region, memory)
         self._costs = costs
         self._clock = clock or MonotonicClock()
@@ -117,10 +116,14 @@ class AdaptiveMover:
         source, destination = (post.local, post.remote) if writing else (post.remote, post.local)
         parts = []
         if flow.every_token is not None:
-            parts.append(chunk_plans(flow.every_token, source, destination, post.tokens, chunk_bytes=self._chunk_bytes))
+            parts.append(
+                chunk_plans(flow.every_token, source, destination, post.tokens, chunk_bytes=self._stager.chunk_bytes)
+            )
         if flow.at_the_end is not None and post.whole is not None:
             # Windows and states come in one plan each.
-            ends = list(chunk_plans(flow.at_the_end, source, destination, post.whole, chunk_bytes=self._chunk_bytes))
+            ends = list(
+                chunk_plans(flow.at_the_end, source, destination, post.whole, chunk_bytes=self._stager.chunk_bytes)
+            )
             if any(plan.num_bytes > self._pool_bytes for plan in ends):
                 return None
             parts.append(iter(ends))
