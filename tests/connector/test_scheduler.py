@@ -288,3 +288,46 @@ def test_a_full_prefix_hit_tells_the_peer_at_once_and_keeps_nobody_waiting() -> 
     outcome = half.update([StepReport(landed=(landed(),))])
     assert (outcome.landed, outcome.failed) == ((), ())
     assert not half.has_pending_work()
+
+
+def offered(half: HandoffScheduler, *, finished: bool = True) -> Request:
+    """A prefill request under T."""
+    request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
+    half.computed(request, TABLES, 16)
+    if finished:
+        half.request_finished(request, TABLES, 32, first_token=None, aborted=False)
+    half.build_orders()
+    return request
+
+
+def test_a_finished_prefill_that_nobody_will_take_is_withdrawn_once() -> None:  # R25
+    half = make()
+    offered(half)
+    assert half.withdraw(T, "the client is gone") is True
+    assert half.withdraw(T, "again") is False
+    [order] = half.build_orders().withdraw
+    assert (order.transfer, order.reason) == (T, "the client is gone")
+    assert half.update([StepReport(released=frozenset({T}))]).released == (T,)
+    assert half.withdraw(T, "late") is False
+    assert not half.has_pending_work()
+
+
+def test_a_prefill_that_still_runs_is_withdrawn_when_it_ends() -> None:  # R28
+    """Before that the engine holds no blocks for the transfer, and would hold them for ever."""
+    half = make()
+    request = offered(half, finished=False)
+    assert half.withdraw(T, "the client is gone") is True
+    assert not half.build_orders().withdraw
+    transfer, params = half.request_finished(request, TABLES, 32, first_token=None, aborted=False)
+    assert (transfer, params) == (T, None)
+    orders = half.build_orders()
+    assert [order.transfer for order in orders.withdraw] == [T]
+    assert not [order for order in orders.offer if order.final]
+
+
+def test_what_is_not_an_offer_cannot_be_withdrawn() -> None:
+    half = make()
+    assert half.withdraw(TransferId("unknown"), "x") is False
+    started(half, decode_request())
+    assert half.withdraw(T, "x") is False
+    assert not half.build_orders().cancel

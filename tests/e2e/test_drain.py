@@ -1,5 +1,6 @@
-"""Issue 5, item 6: SIGTERM to a worker in use. Real processes, real NIXL."""
+"""Issue 5, item 6: SIGTERM to a worker in use, and hand-offs that are given up. Real processes, real NIXL."""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import Stream, complete, eventually, get
+from tests.e2e.client import Stream, complete, eventually, get, post
 from tests.e2e.fleet import Fleet, Process
 from tests.engines.tiny_model import make_tiny_model
 
@@ -42,6 +43,21 @@ def prefill(p: Process, prompt: list[int], transfer: str) -> dict[str, Any]:
     )  # fmt: skip
     assert answer.params is not None, answer
     return answer.params
+
+
+def test_a_hand_off_that_is_given_up_frees_its_blocks_before_the_lease_ends(fleet: Fleet) -> None:
+    p, d = fleet.workers["p"], fleet.workers["d"]
+    prompt = PROMPT[7:]
+    params = prefill(p, prompt, "given-up")
+    assert "held_blocks" in p.blocks_in_use()
+    body = {"transfer_id": "given-up", "reason": "the client hung up"}
+    assert json.loads(post(p.url, body, path="/v1/kvferry/release").body) == {"released": True}
+    assert json.loads(post(p.url, body, path="/v1/kvferry/release").body) == {"released": False}
+    eventually("prefill's blocks are free", lambda: not p.blocks_in_use(), within_s=END_S)
+    late = complete(d.url, prompt, ignore_eos=True, kv_transfer_params=params)
+    assert late.whole, late
+    assert late.kvferry["recomputed"] == len(prompt), late.kvferry
+    assert "the client hung up" in late.kvferry["why"], late.kvferry
 
 
 def test_prefill_serves_what_it_has_offered_and_gives_up_what_nobody_claims(fleet: Fleet) -> None:

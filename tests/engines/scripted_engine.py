@@ -10,7 +10,7 @@ from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, Toke
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.errors import RequestError
 from kvferry.http.listen import Listener
-from kvferry.ids import RequestId
+from kvferry.ids import RequestId, TransferId
 from kvferry.settings import TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 from kvferry.wire.params import HandoffParams
@@ -128,6 +128,14 @@ class ScriptedWorker:
     drained: bool = True
     """Nothing of a hand-off is left."""
     num_drains: int = 0
+    offered: dict[str, str] = field(default_factory=dict)
+    """Hand-offs that can be released, and then why they were."""
+
+    def release(self, transfer: TransferId, reason: str) -> bool:
+        if self.offered.get(transfer, "gone"):
+            return False
+        self.offered[transfer] = reason
+        return True
 
     def drain(self) -> None:
         self.num_drains += 1

@@ -186,6 +186,24 @@ async def test_draining_refuses_new_and_finishes_old() -> None:
         assert (await pending).status == 200
 
 
+async def test_release_of_a_hand_off() -> None:
+    worker = ScriptedWorker(offered={"t1": ""})
+    async with listening(worker) as url, aiohttp.ClientSession() as session:
+
+        async def release(body: object) -> tuple[int, object]:
+            async with session.post(f"{url}/v1/kvferry/release", json=body) as response:
+                return response.status, await response.json()
+
+        assert await release({"transfer_id": "t1", "reason": "the client hung up"}) == (200, {"released": True})
+        assert await release({"transfer_id": "t1"}) == (200, {"released": False})
+        assert await release({"transfer_id": "never heard of"}) == (200, {"released": False})
+        status, told = await release({"transfer": "t1"})
+        assert (status, told["error"]["code"]) == (400, "missing_field")  # type: ignore[index]
+        status, told = await release({"transfer_id": 3})
+        assert (status, told["error"]["code"]) == (400, "invalid_type")  # type: ignore[index]
+    assert worker.offered["t1"] == "the router gave it up: the client hung up"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
 async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(stream: bool, steps: int) -> None:

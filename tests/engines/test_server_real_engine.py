@@ -13,6 +13,7 @@ import pytest
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.http.listen import Listener
+from kvferry.ids import TransferId
 from tests.engines.conftest import MakeEngine, ask, finish, prompt_of, text_of
 from tests.engines.scripted_engine import until
 
@@ -28,6 +29,9 @@ class PlainWorker:
 
     def drain(self) -> None:
         pass
+
+    def release(self, transfer: TransferId, reason: str) -> bool:
+        return False
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "plain", "incarnation": "1", "role": "both", "mode": "pull"}

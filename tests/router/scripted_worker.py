@@ -69,6 +69,8 @@ class Worker:
     port: int = 0
     info: dict[str, Any] | None = None
     asked: list[Asked] = field(default_factory=list)
+    released: list[dict[str, Any]] = field(default_factory=list)
+    """What the router gave up."""
     listener: Listener | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class Worker:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/kvferry", self._describe)
+        app.router.add_post("/v1/kvferry/release", self._release)
         app.router.add_post("/v1/{rest:.*}", self._post)
         self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
         await self.listener.start()
@@ -101,6 +104,10 @@ class Worker:
 
     async def _describe(self, _: web.Request) -> web.Response:
         return web.Response(status=404) if self.info is None else web.json_response(self.info)
+
+    async def _release(self, request: web.Request) -> web.Response:
+        self.released.append(await request.json())
+        return web.json_response({"released": True})
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         at_s = time.monotonic()

@@ -60,6 +60,10 @@ class _Offered:
 
     request: RequestId
     transfer: TransferId
+    finished: bool = False
+    """The request has ended, and its blocks are held for the peer."""
+    unwanted: str = ""
+    """Why nobody will take it. Set while the request runs: withdrawn when it ends."""
     released_by: int = 0
 
 
@@ -261,16 +265,19 @@ class HandoffScheduler:
             return (None if wanted.told else self._decode_ended(wanted)), None
         if request.handoff is None or not request.handoff.do_remote_decode:
             return None, None
-        if aborted:
-            offered = self._offered.get(request.request_id)
+        offered = self._offered.get(request.request_id)
+        if aborted or (offered is not None and offered.unwanted):
             if offered is None:
                 return None, None
-            self._next.withdraw.append(Withdraw(offered.transfer, "the request was aborted on the prefill side"))
+            reason = offered.unwanted or "the request was aborted on the prefill side"
+            offered.finished, offered.unwanted = True, reason
+            self._next.withdraw.append(Withdraw(offered.transfer, reason))
             return offered.transfer, None
         if not self._settings.transfer.first_token:
             first_token = None
         note = encode_first_token(first_token) if first_token is not None else b""
         entry = self._offer(request, tables, num_computed_tokens, final=True, note=note)
+        entry.finished = True
         return entry.transfer, self._params(entry, tables, num_computed_tokens, first_token)
 
     def _params(
@@ -312,6 +319,20 @@ class HandoffScheduler:
             Cancel(entry.transfer, entry.engine, entry.incarnation, "the request was aborted on the decode side")
         )
         return entry.transfer
+
+    def withdraw(self, transfer: TransferId, reason: str) -> bool:
+        """Prefill: nobody will take this hand-off. True: its blocks come back by `released`, sooner than by the lease.
+
+        A decode engine that has claimed it all the same is told, and waited for (R28). False: there is no such offer,
+        or it was withdrawn already. On the engine's thread, like everything here; from a router, so any id may come.
+        """
+        entry = self._by_transfer.get(transfer)
+        if not isinstance(entry, _Offered) or entry.unwanted:
+            return False
+        entry.unwanted = reason
+        if entry.finished:  # else the engine does not hold the blocks for it yet: when the request ends
+            self._next.withdraw.append(Withdraw(transfer, reason))
+        return True
 
     def preempted(self, request: RequestView) -> TransferId | None:
         """Take back what was offered: a peer that has begun is told, and the next offer has a new transfer id."""

@@ -12,6 +12,7 @@ from kvferry.http.errors import as_api_error, error_middleware
 from kvferry.router.bodies import ClientBody
 from kvferry.router.dispatch import Dispatch, Dispatcher
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.releases import Releases
 from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream import Upstream
 from kvferry.router.workers import Fleet, Worker
@@ -35,7 +36,8 @@ class Router:
         self.fleet = Fleet(prefill, decode, settings)
         self._upstream = Upstream(settings)
         self._metrics = RouterMetrics()
-        self._shared = Dispatcher(self.fleet, self._upstream, settings, self._metrics)
+        self._releases = Releases(self._upstream, settings.release_timeout_s)
+        self._shared = Dispatcher(self.fleet, self._upstream, settings, self._metrics, self._releases)
         self.app = web.Application(
             client_max_size=settings.max_body_bytes, middlewares=[error_middleware(lambda: uuid.uuid4().hex)]
         )
@@ -58,6 +60,7 @@ class Router:
 
     async def _on_cleanup(self, _: web.Application) -> None:
         await self.fleet.stop()
+        await self._releases.stop()
         await self._upstream.stop()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

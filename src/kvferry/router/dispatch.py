@@ -8,6 +8,9 @@ Prefill: the first token is the whole answer (it stopped, or one token was asked
 
 Failures, as long as nothing has gone to the client: prefill fails -> another one, else alone. Decode fails -> another
 one; with the same hand-off if the failed one was never reached, else with a new one. Afterwards nothing is replayed.
+
+A hand-off that prefill may have offered, and into which no decode worker has begun to answer when the request ends or a
+new dispatch replaces it, is given up: prefill is told (releases).
 """
 
 import asyncio
@@ -26,6 +29,7 @@ from kvferry.http.records import header_value
 from kvferry.router.bodies import ClientBody, PrefillAnswer, check_choices
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.relay import from_prefill, relay
+from kvferry.router.releases import Releases
 from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream import Upstream, WorkerFailed
 from kvferry.router.workers import Fleet, Worker
@@ -64,6 +68,7 @@ class Dispatcher:
     upstream: Upstream
     settings: RouterSettings
     metrics: RouterMetrics
+    releases: Releases
 
 
 class _Answered(Exception):  # not an error: it unwinds to the answer
@@ -81,6 +86,8 @@ class Dispatch:
         self._upstream = shared.upstream
         self._settings = shared.settings
         self._metrics = shared.metrics
+        self._releases = shared.releases
+        self._offer: tuple[Worker, str] | None = None
         self._request = request
         self._body = body
         self._tried = Attempts()
@@ -96,6 +103,8 @@ class Dispatch:
             return await self._decode_somewhere()
         except _Answered as answered:
             return answered.response
+        finally:
+            self._give_up("no decode worker took it")
 
     # ---- decode ----
 
@@ -105,6 +114,7 @@ class Dispatch:
             decode = self._pick_decode()
             if ticket is not None and ticket.prefill is not None and self._fleet.why_not(ticket.prefill, decode):
                 ticket = None
+                self._give_up("the other decode worker does not fit")
             try:
                 if ticket is None and (prefill := self._push_partner(decode)) is not None:
                     return await self._push(prefill, decode)
@@ -115,6 +125,7 @@ class Dispatch:
                 self._note(failure, "decode" if failure.worker is decode else "prefill")
                 if ticket is not None and (failure.reached or ticket.params is None):
                     ticket = None  # it may have claimed the grant: a new dispatch has a new transfer id
+                    self._give_up(f"decode {failure}")
 
     def _pick_decode(self) -> Worker:
         decode = None
@@ -151,6 +162,8 @@ class Dispatch:
 
             def on_begin(headers: Mapping[str, str]) -> None:
                 self._begun = True
+                if answer.status < 400 and not _recomputed(headers):
+                    self._offer = None
                 self._metrics.on_route(route)
                 self._metrics.on_first_byte(time.monotonic() - self._began_s, headers)
 
@@ -185,19 +198,24 @@ class Dispatch:
         stopped = bool(answer.choices) and answer.choices[0].finish_reason == "stop"
         if stopped and self._body.num_choices == 1:
             self._metrics.on_route("prefill")
+            self._offer = None
             headers = self._served_by("prefill", prefill, None, "")
             raise _Answered(await from_prefill(self._request, self._body, raw, headers))
         if answer.params is None:
             stop = "its first token ended the first choice" if stopped else "it returned no kv_transfer_params"
+            self._offer = None
             return Ticket(why=f"prefill {prefill.name}: {stop}")
         return Ticket(prefill, answer.params)
 
     async def _ask_prefill(self, prefill: Worker, transfer_id: str) -> tuple[bytes, PrefillAnswer]:
+        self._give_up("a new dispatch replaces it")
+        self._offer = (prefill, transfer_id)
         async with self._upstream.post(
             prefill, self._request.path, self._body.for_prefill(transfer_id), self._headers(),
             headers_within_s=self._settings.prefill_timeout_s,
         ) as response:  # fmt: skip
             if response.status >= 400:  # the client's error: it would be the same anywhere
+                self._offer = None
                 headers = self._served_by("prefill", prefill, None, "")
                 raise _Answered(await relay(self._request, self._upstream, prefill, response, headers, _nothing))
             raw = await self._upstream.read(prefill, response)
@@ -249,6 +267,12 @@ class Dispatch:
 
     # ---- common ----
 
+    def _give_up(self, reason: str) -> None:
+        """Let prefill know that nobody will take what it may have offered."""
+        if self._offer is not None:
+            (prefill, transfer_id), self._offer = self._offer, None
+            self._releases.release_soon(prefill, transfer_id, reason)
+
     def _headers(self) -> dict[str, str]:
         passed = {name: self._request.headers[name] for name in _TO_WORKERS if name in self._request.headers}
         return {"Content-Type": "application/json", "X-Request-Id": request_id_of(self._request), **passed}
@@ -266,6 +290,10 @@ class Dispatch:
         worker = failure.worker
         self._tried.failures.append(failure)
         (self._tried.decode if stage == "decode" else self._tried.prefill).add(worker)
+        if stage == "prefill" and (failure.answered or not failure.reached):
+            self._offer = None  # it has offered nothing
+        elif stage == "prefill":
+            self._give_up(str(failure))
         worker.num_failures += 1
         self._metrics.on_failure(worker.url, stage)
         logger.warning(
@@ -278,6 +306,11 @@ class Dispatch:
 
 def _new_transfer_id() -> str:
     return f"xfer-{secrets.token_hex(12)}"
+
+
+def _recomputed(headers: Mapping[str, str]) -> bool:
+    """Decode says that nothing was handed over, and why: it may never have told prefill."""
+    return headers.get("x-kvferry-handed-over") == "0" and bool(headers.get("x-kvferry-why"))
 
 
 def _nothing(_: Mapping[str, str]) -> None:

@@ -29,6 +29,9 @@ class RouterSettings:
     health_timeout_s: float = 5.0
     """A worker that does not answer that for this long is down."""
 
+    release_timeout_s: float = 5.0
+    """Prefill is told for this long that nobody will take a hand-off; then its lease ends it."""
+
     max_attempts: int = 4
     """At most this many workers of a role are tried for one request."""
 

@@ -23,11 +23,15 @@ _ELSEWHERE = frozenset({429})
 class WorkerFailed(PeerError):
     """A worker did not answer as it should, and nothing of its answer has gone to the client."""
 
-    def __init__(self, worker: Worker, reason: str, *, reached: bool, status: int = 502) -> None:
+    def __init__(
+        self, worker: Worker, reason: str, *, reached: bool, status: int = 502, answered: bool = False
+    ) -> None:
         super().__init__(f"{worker.name} ({worker.url}) {reason}")
         self.worker = worker
         self.reached = reached
         """It may have worked on the request."""
+        self.answered = answered
+        """It said itself that it failed: nothing of the request is left there."""
         self.status = status
         """What the client is told, if nobody else can help: 503 for overload, 504 for a time-out, else 502."""
 
@@ -93,7 +97,9 @@ class Upstream:
     async def _refusal(self, worker: Worker, response: aiohttp.ClientResponse) -> WorkerFailed:
         body = await self.read(worker, response)
         status = 503 if response.status in (429, 503) else 502
-        return WorkerFailed(worker, f"answered {response.status}: {_message_in(body)}", reached=True, status=status)
+        return WorkerFailed(
+            worker, f"answered {response.status}: {_message_in(body)}", reached=True, status=status, answered=True
+        )
 
     async def read(self, worker: Worker, response: aiohttp.ClientResponse) -> bytes:
         """The whole body. Raises WorkerFailed if it breaks off."""

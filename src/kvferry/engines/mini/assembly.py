@@ -26,7 +26,7 @@ from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerpri
 from kvferry.handshake.fit import make_fit
 from kvferry.handshake.handshake import LocalSide
 from kvferry.handshake.peers import PeerState
-from kvferry.ids import EngineId, Incarnation
+from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
 from kvferry.wire.hello import Hello, RankHello, encode_hello
@@ -123,6 +123,10 @@ class Worker:
     def refusals(self) -> list[str]:
         """The same as sentences."""
         return [f"{engine}: {reason}" for engine, reason in self.refused_peers().items()]
+
+    def release(self, transfer: TransferId, reason: str) -> bool:
+        """Nobody will take this finished prefill: see HandoffScheduler.withdraw. On the engine thread."""
+        return self._scheduler.withdraw(transfer, reason)
 
     def drain(self) -> None:
         """Begin no hand-off with a peer that is not open already. From any thread; never blocks. See `drained`."""

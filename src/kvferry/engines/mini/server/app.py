@@ -28,6 +28,7 @@ from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Repl
 from kvferry.errors import ConfigError, FerryError, Overloaded
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.ids import TransferId
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["ServerSettings", "WorkerLike", "WorkerServer"]
@@ -38,6 +39,7 @@ _MAX_CHOICES = 128
 _DEFAULT_MAX_TOKENS = 16
 _MAX_TOP_LOGPROBS = 20
 _SNAPSHOT_WAIT_S = 0.25
+_MAX_REASON_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,17 @@ class WorkerLike(Drains, Protocol):
         """The JSON of GET /v1/kvferry."""
         ...
 
+    def release(self, transfer: TransferId, reason: str) -> bool:
+        """Nobody will take the KV of this prefill. False: no such hand-off is open, or it was withdrawn already."""
+        ...
+
+
+class ReleaseBody(msgspec.Struct, frozen=True):
+    """POST /v1/kvferry/release."""
+
+    transfer_id: str
+    reason: str = ""
+
 
 class WorkerServer:
     """Routes and their handlers. `app` is ready to listen; the engine thread starts and stops with it."""
@@ -116,6 +129,7 @@ class WorkerServer:
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
                 web.post("/v1/kvferry/drain", self._drain),
+                web.post("/v1/kvferry/release", self._release),
             ]
         )
 
@@ -364,6 +378,12 @@ class WorkerServer:
     async def _drain(self, _: web.Request) -> web.Response:
         self.draining.begin("POST /v1/kvferry/drain")
         return _json({"state": "draining", "open_requests": self._engine.num_open})
+
+    async def _release(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), ReleaseBody)
+        reason = f"the router gave it up: {body.reason[:_MAX_REASON_CHARS]}" if body.reason else "the router gave it up"
+        released = await self._engine.call(lambda: self._worker.release(TransferId(body.transfer_id), reason))
+        return _json({"released": released})
 
 
 def _unsupported(name: str, value: object) -> ApiError:
