@@ -29,6 +29,7 @@ class SimRank:
     __slots__ = (
         "away",
         "core",
+        "deferred",
         "engine",
         "index",
         "last_order_s",
@@ -48,6 +49,7 @@ class SimRank:
         self.rate = 1.0 + (world.rng.random() - 0.5) * drift * 0.99
         self.offset_s = world.rng.random() * 1000.0
         self.paused_to_s = 0.0
+        self.deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.last_order_s = 0.0
         self.tick_at_s = -1.0
         self.stash: dict[PeerName, list[Message]] = {}
@@ -60,14 +62,24 @@ class SimRank:
         return self.offset_s + self.world.now_s * self.rate
 
     def do(self, function: Callable[..., None], *args: Any) -> None:
-        """An event of this rank, then all that follows from it."""
+        """An event of this rank, then all that follows from it. While it stands still events wait, in order."""
         if self.engine.dead:
             return
-        if self.world.now_s < self.paused_to_s:
-            self.world.at(self.paused_to_s, self.do, function, *args)
+        if self.deferred or self.world.now_s < self.paused_to_s:
+            if not self.deferred:
+                self.world.at(self.paused_to_s, self._wake)
+            self.deferred.append((function, args))
             return
         function(*args)
         self._act()
+
+    def _wake(self) -> None:
+        if self.world.now_s < self.paused_to_s:
+            self.world.at(self.paused_to_s, self._wake)
+            return
+        waiting, self.deferred = self.deferred, []
+        for function, args in waiting:
+            self.do(function, *args)
 
     def _act(self) -> None:
         core = self.core
