@@ -3,6 +3,8 @@
 import argparse
 import base64
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -168,3 +170,8 @@ def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytes
     assert [row["case"].split(":")[0] for row in rows] == ["direct", "staged"]
     assert all({"case", "runs", "ns_per_run", "bytes_per_run"} <= row.keys() for row in rows)
     assert all(row["bytes_per_run"] <= 64 for row in rows)
+
+
+def test_plan_loads_no_torch() -> None:
+    code = "import sys, kvferry.cli.plan; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -41,6 +41,8 @@ MAX_GROUPS = 256
 MAX_TENSORS = 16384
 MAX_NAME = 256
 MAX_RANKS = 4096
+MAX_NESTING = 16
+"""Different outermost strides that tensors may be told apart by: a tensor has at most MAX_AXES + 2."""
 
 Span = tuple[int, tuple[tuple[int, int], ...], int]
 """Where a strided tensor lies: its first byte, (count, stride) outermost first, and its innermost run of bytes."""
@@ -184,25 +186,31 @@ def _length(span: Span) -> int:
     return span[2] + sum((count - 1) * stride for count, stride in span[1])
 
 
-def _check_apart(entries: Iterable[tuple[Span, str]], region: int) -> None:
+def _check_apart(entries: Iterable[tuple[Span, str]], region: int, depth: int = 0) -> None:
     """Raise unless no two spans share a byte. Nested strides only, which is what caches have; in doubt, refuse.
 
     Spans whose hulls meet must share an outermost stride S; folded modulo S they must be apart again.
     """
+    if depth > MAX_NESTING:
+        # A peer could choose a stride of its own for each of thousands of tensors, to exhaust the stack and our time.
+        raise MalformedMessage(
+            f"layout: tensors in region {region} interleave by more than {MAX_NESTING} different strides, so that it "
+            "cannot be told whether they overlap: describe them with common block strides, or in regions of their own"
+        )
     ordered = sorted(entries)
     cluster: list[tuple[Span, str]] = []
     end = -1
     for entry in ordered:
         if entry[0][0] >= end and cluster:
-            _check_cluster(cluster, region)
+            _check_cluster(cluster, region, depth)
             cluster = []
         cluster.append(entry)
         end = max(end, entry[0][0] + _length(entry[0]))
     if cluster:
-        _check_cluster(cluster, region)
+        _check_cluster(cluster, region, depth)
 
 
-def _check_cluster(cluster: list[tuple[Span, str]], region: int) -> None:
+def _check_cluster(cluster: list[tuple[Span, str]], region: int, depth: int) -> None:
     if len(cluster) == 1:
         return
     outer = max((span[1][0][1] for span, _ in cluster if span[1]), default=0)
@@ -215,4 +223,4 @@ def _check_cluster(cluster: list[tuple[Span, str]], region: int) -> None:
             others = next(other for _, other in cluster if other != where)
             raise MalformedMessage(f"layout: {where} and {others} overlap in region {region}")
         folded.append(((phase, kept, run), where))
-    _check_apart(folded, region)
+    _check_apart(folded, region, depth + 1)

@@ -21,7 +21,19 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.boxes import Box, GroupPair
 from kvferry.layout.checks import MAX_BLOCK_TOKENS
 from kvferry.layout.planning import moves
-from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, check_held, check_span, distinct, holder, segments
+from kvferry.layout.sharing import check_groups_apart
+from kvferry.layout.tokens import (
+    MAX_TOKENS,
+    Holder,
+    Segments,
+    Span,
+    check_held,
+    check_span,
+    distinct,
+    holder,
+    lookup,
+    segments,
+)
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -133,16 +145,18 @@ def spans(
 def pack_plan(edge: "Edge", side: Side, tables: Sequence[BlockTable], told: Sequence[Span]) -> PackPlan:
     """One side's plan, from its own tables and the spans. `told` and `tables` may come from a peer.
 
-    Raises MalformedMessage where they do not fit the edge or each other.
+    Raises MalformedMessage where they do not fit the edge or each other, or where two groups' tables list one page.
     """
     layout = edge.source if side is Side.SOURCE else edge.destination
     check_span(edge, told)
     by_pair: dict[GroupPair, tuple[Span, Holder, Segments]] = {}
     for pair, span in zip(edge.compiled.pairs, told, strict=True):
         if span.moved:
-            mine = holder(side, layout, tables, pair.source if side is Side.SOURCE else pair.destination)
+            mine = holder(side, layout, tables, _group(side, pair))
             check_held(pair, mine, span)
             by_pair[pair] = (span, mine, _stretches(edge, side, pair, mine, span))
+    if shared := lookup(layout).shared:
+        check_groups_apart(side, shared, {_group(side, pair): mine.ids for pair, (_, mine, _) in by_pair.items()})
     boxes: list[PackBox] = []
     at = 0
     for alike in _alike(edge, side):
@@ -174,6 +188,10 @@ class _Alike:
     count: int
     folds: tuple[tuple[int, int, tuple[Fold, ...]], ...]
     """(index of the first slice, its shift in memory, dims with staging strides counted in slices): a box each."""
+
+
+def _group(side: Side, pair: GroupPair) -> int:
+    return pair.source if side is Side.SOURCE else pair.destination
 
 
 def _memory(side: Side, box: Box) -> int:

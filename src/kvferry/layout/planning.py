@@ -15,7 +15,8 @@ import numpy.typing as npt
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.boxes import BoxClass, GroupPair, Template, merge_neighbours, templates
-from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, distinct, holder, segments, shared_span
+from kvferry.layout.sharing import check_groups_apart
+from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, distinct, holder, lookup, segments, shared_span
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -65,6 +66,9 @@ def moves(
                 holders[side, group] = holder(side, layout, tables, group)
         near, far = holders["source", pair.source], holders["destination", pair.destination]
         result.append(Move(pair, near, far, shared_span(edge, pair, near, far, wanted, final)))
+    for side, layout in (("source", edge.source), ("destination", edge.destination)):
+        if shared := lookup(layout).shared:
+            check_groups_apart(side, shared, {group: each.ids for (at, group), each in holders.items() if at == side})
     return [move for move in result if move.span.moved]
 
 
@@ -83,8 +87,9 @@ def plan(
     gives the end of the last one. Windows are judged there, and states move with the chunk that ends there. Tokens
     before a window are moved where both tables have them.
 
-    Raises MalformedMessage where a table is wrong (ids out of range or repeated, no table) or lacks a needed position;
-    before the first piece, so that nothing is copied for a request that cannot be served.
+    Raises MalformedMessage where a table is wrong (ids out of range or repeated, a page that another group's table
+    lists too, no table) or lacks a needed position; before the first piece, so that nothing is copied for a request
+    that cannot be served.
     """
     todo = {move.pair: move for move in moves(edge, source_tables, destination_tables, wanted, end=end)}
     return _pieces(edge, todo, max(1, max_runs_per_piece))

@@ -6,6 +6,7 @@ used, and a fault is a MalformedMessage with the value and the range.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.boxes import GroupPair
 from kvferry.layout.description import CacheLayout, Rank, Tensor
+from kvferry.layout.sharing import Lane, shared_lanes
 
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
@@ -140,6 +142,8 @@ class Lookup:
     """By group: block ids below this are in every tensor of the group."""
     tensors: dict[tuple[str, str], Tensor]
     """By layer and part."""
+    shared: tuple[tuple[Lane, ...], ...]
+    """Where cache groups take turns on the same pages."""
 
 
 _lookups: dict[int, Lookup] = {}
@@ -153,7 +157,8 @@ def lookup(layout: CacheLayout) -> Lookup:
         num_blocks: dict[int, int] = {}
         for tensor in layout.tensors:
             num_blocks[tensor.group] = min(num_blocks.get(tensor.group, MAX_TOKENS), tensor.paging.num_blocks)
-        found = Lookup(layout, num_blocks, {(tensor.layer, tensor.part): tensor for tensor in layout.tensors})
+        by_name = {(tensor.layer, tensor.part): tensor for tensor in layout.tensors}
+        found = Lookup(layout, num_blocks, by_name, shared_lanes(layout))
         if len(_lookups) >= MAX_LOOKUPS:
             _lookups.clear()
         # The entry holds the layout, so its id is not given to another one while the entry lives.
@@ -269,6 +274,8 @@ def _first_common(source: Holder, destination: Holder, start: int, stop: int) ->
         return None
     if source.cp_size == destination.cp_size == 1:
         return start
+    # Both deals repeat after this many tokens: what is not found in them is nowhere, however far away `stop` is.
+    stop = min(stop, start + lcm(source.cp_size * source.cp_run, destination.cp_size * destination.cp_run))
     marks = distinct(np.concatenate(([start], source.run_starts(start, stop), destination.run_starts(start, stop))))
     common = marks[source.owns(marks) & destination.owns(marks)]
     return int(common[0]) if len(common) else None

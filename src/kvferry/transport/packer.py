@@ -7,16 +7,20 @@ belong, on CUDA too. Both numpy and torch copy with the interpreter lock release
 import ctypes
 from collections.abc import Iterator, Sequence
 from math import gcd
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvferry.errors import TransferError
 from kvferry.layout.blocks import Runs
 from kvferry.layout.boxes import merge_neighbours
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.layout.packing import PackBox, PackPlan, Side
+
+# torch takes seconds to import, and whoever only counts pieces (the cost model, `kvferry plan`) has no tensors.
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Memory",
@@ -29,13 +33,12 @@ __all__ = [
     "unpack",
 ]
 
-Memory = Sequence[torch.Tensor]
+Memory: TypeAlias = Sequence["torch.Tensor"]
 """The regions of a layout, each as a flat uint8 tensor of its whole length: see region_views."""
 
 Bytes = npt.NDArray[np.uint8]
 
 _WORDS: tuple[tuple[type[np.generic], int], ...] = ((np.int64, 8), (np.int32, 4), (np.int16, 2), (np.uint8, 1))
-_TORCH_WORDS = {np.int64: torch.int64, np.int32: torch.int32, np.int16: torch.int16, np.uint8: torch.uint8}
 
 
 def region_views(regions: Sequence[Region], owners: Sequence[object]) -> Memory:
@@ -46,7 +49,9 @@ def region_views(regions: Sequence[Region], owners: Sequence[object]) -> Memory:
     return tuple(_view(region, owners) for region in regions)
 
 
-def _view(region: Region, owners: Sequence[object]) -> torch.Tensor:
+def _view(region: Region, owners: Sequence[object]) -> "torch.Tensor":
+    import torch
+
     if region.kind is MemoryKind.DRAM:
         return torch.frombuffer((ctypes.c_ubyte * region.num_bytes).from_address(region.address), dtype=torch.uint8)
     for owner in owners:
@@ -59,7 +64,7 @@ def _view(region: Region, owners: Sequence[object]) -> torch.Tensor:
     raise TransferError(f"no owner holds {region!r}: give register() the tensors that own the memory")
 
 
-def pack(plan: PackPlan, memory: Memory, staging: torch.Tensor) -> None:
+def pack(plan: PackPlan, memory: Memory, staging: "torch.Tensor") -> None:
     """Copy this side's bytes of the plan from its cache into `staging`, flat uint8 of at least plan.num_bytes.
 
     Bytes of `staging` that no box covers are left as they are. Raises TransferError where the plan does not fit.
@@ -69,19 +74,24 @@ def pack(plan: PackPlan, memory: Memory, staging: torch.Tensor) -> None:
     _finish(staging, memory)
 
 
-def unpack(plan: PackPlan, staging: torch.Tensor, memory: Memory) -> None:
+def unpack(plan: PackPlan, staging: "torch.Tensor", memory: Memory) -> None:
     """Copy from `staging` into this side's cache. Nothing outside the plan's boxes changes."""
     for box in plan.boxes:
         _copy(box, memory, staging, into_staging=False)
     _finish(staging, memory)
 
 
-def _finish(staging: torch.Tensor, memory: Memory) -> None:
-    for device in {tensor.device for tensor in (staging, *memory) if tensor.is_cuda}:
+def _finish(staging: "torch.Tensor", memory: Memory) -> None:
+    devices = {tensor.device for tensor in (staging, *memory) if tensor.is_cuda}
+    if not devices:
+        return
+    import torch
+
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _copy(box: PackBox, memory: Memory, staging: torch.Tensor, *, into_staging: bool) -> None:
+def _copy(box: PackBox, memory: Memory, staging: "torch.Tensor", *, into_staging: bool) -> None:
     _check(box, memory, staging)
     cache = memory[box.region]
     if cache.is_cuda or staging.is_cuda:
@@ -118,12 +128,14 @@ def copy_with_numpy(box: PackBox, cache: Bytes, staging: Bytes, *, into_staging:
             np.copyto(far, near)
 
 
-def copy_with_torch(box: PackBox, cache: torch.Tensor, staging: torch.Tensor, *, into_staging: bool) -> None:
+def copy_with_torch(box: PackBox, cache: "torch.Tensor", staging: "torch.Tensor", *, into_staging: bool) -> None:
     """To and from device memory: one kernel or two for a box, whatever its blocks. Works on any device."""
     if not len(box.block_ids):
         return
+    import torch
+
     name, width = _widest(box, cache.data_ptr(), staging.data_ptr())
-    dtype = _TORCH_WORDS[name]
+    dtype: torch.dtype = getattr(torch, name.__name__)
     cache, stage = _words(cache, dtype, width), _words(staging, dtype, width)
     shape = [*(count for count, _, _ in box.dims), box.run_bytes // width]
     cache_strides = [*(stride // width for _, stride, _ in box.dims), 1]
@@ -145,7 +157,7 @@ def copy_with_torch(box: PackBox, cache: torch.Tensor, staging: torch.Tensor, *,
         every_block.index_copy_(0, ids, staged.to(cache.device))
 
 
-def _words(flat: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+def _words(flat: "torch.Tensor", dtype: "torch.dtype", width: int) -> "torch.Tensor":
     return flat[: flat.numel() - flat.numel() % width].view(dtype)
 
 
@@ -178,7 +190,7 @@ def _progressions(ids: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
             first = last
 
 
-def _check(box: PackBox, memory: Memory, staging: torch.Tensor) -> None:
+def _check(box: PackBox, memory: Memory, staging: "torch.Tensor") -> None:
     """The plan's own promise, and cheap: one look a box before memory is touched."""
     spans = [(count - 1) * stride for count, stride, _ in box.dims]
     low, high = int(box.block_ids.min()), int(box.block_ids.max())

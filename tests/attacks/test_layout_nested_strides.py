@@ -1,0 +1,26 @@
+"""Thousands of tensors inside each other, each with a stride of its own: the overlap check must end, and soon."""
+
+import pytest
+
+from kvferry.errors import MalformedMessage
+from kvferry.layout.checks import MAX_TENSORS
+from kvferry.layout.description import CacheGroup, CacheKind, CacheLayout, Paging, Rank, Region, Tensor
+
+
+def nested(count: int) -> CacheLayout:
+    """Tensor i has the bytes i and 100000 - i: no two overlap, and all hulls meet."""
+    tensors = tuple(
+        Tensor(f"layers.{i}.attn", "k", "bf16", 1, 0, 0, i, Paging(2, 100_000 - 2 * i, None), ())
+        for i in range(1, count + 1)
+    )
+    return CacheLayout(Rank(), (Region(1 << 20, 100_001),), (CacheGroup(CacheKind.FULL, 4),), tensors)
+
+
+@pytest.mark.parametrize("count", [40, 2000, MAX_TENSORS])
+def test_strides_that_nest_without_end_are_refused(count: int) -> None:
+    with pytest.raises(MalformedMessage, match="more than 16 different strides"):
+        nested(count)
+
+
+def test_a_few_are_right() -> None:
+    assert len(nested(12).tensors) == 12
