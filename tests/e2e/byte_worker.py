@@ -76,6 +76,7 @@ def _compute(worker: Worker, name: str, prompt: tuple[int, ...], transfer: str) 
     while True:
         for output in worker.engine.step():
             if output.request_id == name and output.finish_reason is not None:
-                assert output.handoff is not None and output.handoff.remote_block_ids is not None, output
+                assert output.handoff is not None, output
+                assert output.handoff.remote_block_ids is not None, output
                 kv = tokens_in(worker, output.handoff.remote_block_ids[0], 0, len(prompt))
                 return Computed(output.handoff.to_dict(), kv.numpy().tobytes())

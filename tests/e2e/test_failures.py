@@ -98,7 +98,8 @@ def prefill(fleet: Fleet, prompt: list[int], transfer: str) -> dict[str, Any]:
         fleet.workers["p"].url, prompt, max_tokens=1, ignore_eos=True,
         kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
     )  # fmt: skip
-    assert answer.whole and answer.params is not None, answer
+    assert answer.whole, answer
+    assert answer.params is not None, answer
     return answer.params
 
 
@@ -111,7 +112,8 @@ def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why
     """The client got the right tokens, and is told that nothing was handed over, and why."""
     assert answer.whole, answer
     assert answer.token_ids == expected
-    assert answer.kvferry["handed_over"] == 0 and answer.kvferry["recomputed"] == num_prompt, answer.kvferry
+    told = answer.kvferry
+    assert (told["handed_over"], told["recomputed"]) == (0, num_prompt), told
     for part in why:
         assert part in answer.kvferry["why"], answer.kvferry
 
@@ -119,7 +121,8 @@ def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why
 def assert_error(answer: Answer, status: int, *parts: str, code: str | None = None) -> None:
     """An OpenAI error body with the status, and a message with these parts."""
     assert answer.status == status, answer
-    assert answer.clear_error and answer.error is not None, answer
+    assert answer.clear_error, answer
+    assert answer.error is not None
     assert set(answer.error) == {"message", "type", "param", "code"}, answer.error
     for part in parts:
         assert part in answer.error["message"], answer.error
@@ -186,7 +189,8 @@ def test_prefill_is_not_there(fleet: Fleet) -> None:
         answer = ask(fleet, prompt, stream=streamed)
         if not streamed:
             assert_recomputed(answer, right(fleet, prompt), 70, "p", fleet.workers["p"].url)
-        assert answer.whole and answer.token_ids == right(fleet, prompt)
+        assert answer.whole, answer
+        assert answer.token_ids == right(fleet, prompt)
 
 
 def test_prefill_dies_before_it_computes(fleet: Fleet) -> None:
@@ -273,8 +277,9 @@ def test_decode_dies_in_the_middle_of_its_answer(fleet: Fleet) -> None:
         if number == 3:
             fleet.workers["d"].kill()
     answer = stream.answer
-    assert answer.status == 200 and not answer.done and answer.finish_reason is None, answer
-    assert answer.error is not None and "not whole" in answer.error["message"], answer
+    assert (answer.status, answer.done, answer.finish_reason) == (200, False, None), answer
+    assert answer.error is not None, answer
+    assert "not whole" in answer.error["message"], answer
 
 
 def test_decode_dies_before_it_has_answered(fleet: Fleet) -> None:
@@ -387,7 +392,8 @@ def test_block_ids_and_counts_of_a_router_are_not_believed(fleet: Fleet) -> None
     params = prefill(fleet, prompt, f"wrong-{fleet.mode}")
     wrong = {"remote_block_ids": [[0, -1, 10**9]], "remote_num_tokens": 10**9, "tp_size": 64, "first_token": None}
     answer = decode(fleet.workers["d"], prompt, {**params, **wrong})
-    assert answer.whole and answer.token_ids == right(fleet, prompt), answer
+    assert answer.whole, answer
+    assert answer.token_ids == right(fleet, prompt)
 
 
 def test_one_transfer_id_twice(fleet: Fleet) -> None:
@@ -395,7 +401,8 @@ def test_one_transfer_id_twice(fleet: Fleet) -> None:
     prompt = a_prompt(45)
     params = prefill(fleet, prompt, f"twice-{fleet.mode}")
     first = decode(fleet.workers["d"], prompt, params)
-    assert first.whole and first.kvferry["handed_over"] == 45, first.kvferry
+    assert first.whole, first
+    assert first.kvferry["handed_over"] == 45, first.kvferry
     second = decode(fleet.workers["strict"], prompt, params)
     assert_error(second, 500, "taken")
 

@@ -48,7 +48,8 @@ def alone(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) ->
 
     def ask(url: str, prompt: list[int]) -> list[int]:
         answer = complete(url, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=500)
-        assert answer.whole and answer.kvferry["mode"] is None, answer
+        assert answer.whole, answer
+        assert answer.kvferry["mode"] is None, answer
         return answer.token_ids
 
     with Fleet(tmp_path_factory.mktemp("alone"), *FLAGS, model="smollm2") as fleet, ThreadPoolExecutor(1) as pool:
@@ -121,8 +122,10 @@ def test_a_first_token_that_ends_the_answer_never_reaches_decode(fleet: Fleet) -
     first = complete(fleet.url, prompt, max_tokens=1)
     before = fleet.workers["d"].describe()["load"]
     ended = complete(fleet.url, prompt, max_tokens=8, stop_token_ids=first.token_ids)
-    assert ended.whole and ended.finish_reason == "stop", ended
+    assert ended.whole, ended
+    assert ended.finish_reason == "stop", ended
     assert ended.token_ids == first.token_ids
     if fleet.mode == "pull":
-        assert ended.kvferry["decode"] is None and before == {"open_requests": 0}, ended.kvferry
+        assert ended.kvferry["decode"] is None, ended.kvferry
+        assert before == {"open_requests": 0}
     fleet.wait_blocks_free()
