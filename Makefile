@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-unit test-process check fix bench sim docs setup clean
+.PHONY: help demo test test-unit test-process check fix bench sim docs setup clean chaos
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -46,6 +46,9 @@ bench: setup  ## the benchmarks; JSON with its environment goes to out/
 
 sim: setup  ## a million simulated hand-offs with faults
 	$(BIN)/kvferry sim --runs 1000000
+
+chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
+	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 
 docs: setup  ## the reference pages that are made from code
 	$(BIN)/python -m kvferry.cli.docs
