@@ -2,15 +2,17 @@
 
 Threads: the listener's thread answers peers; `view` is called on the engine's thread, sends questions and takes answers
 without blocking. An accepted peer is introduced to the worker halves before it is told that it was accepted, so that
-its first message finds somebody who knows it.
+its first message finds somebody who knows it. An incarnation that was replaced, refused later, or lost (`lost`, on a
+driver's thread) departs from the worker halves before its successor is introduced.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.handoff.orders import Introduce
+from kvferry.handoff.orders import Depart, Introduce
 from kvferry.handshake.desk import Desk
 from kvferry.handshake.handshake import LocalSide
 from kvferry.handshake.peers import Peer, PeerState
@@ -23,6 +25,8 @@ __all__ = ["Rendezvous"]
 
 logger = logging.getLogger(__name__)
 
+_EXPIRE_EVERY_S = 10.0
+
 
 class Rendezvous:
     """One an engine. Binds when made, so that the address is known; answers from `start` to `close`."""
@@ -31,13 +35,19 @@ class Rendezvous:
         self,
         settings: SideChannelSettings,
         introduce: Callable[[Introduce], None],
+        depart: Callable[[Depart], None],
         *,
         name: str,
         clock: Clock | None = None,
     ) -> None:
-        """`introduce` hands an accepted peer to every worker half; from any thread, must not block."""
+        """`introduce` hands an accepted peer to every worker half, `depart` takes one from them; from any thread, must
+        not block.
+        """
         self._settings = settings
         self._introduce = introduce
+        self._depart = depart
+        self._telling = threading.Lock()
+        self._expire_at_s = float("-inf")
         self._clock = clock or MonotonicClock()
         self._desk: Desk | None = None
         self._server = SideChannelServer(settings, self._answer, name=name, clock=self._clock)
@@ -68,8 +78,13 @@ class Rendezvous:
         return _view(peer, engine, incarnation)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
-        """The transport says that an accepted peer is gone."""
-        self._open_desk().lost(engine, incarnation, reason, self._clock.now_s())
+        """A worker half has found that an accepted peer is gone: the next request that names it shakes hands again.
+
+        From any thread; never blocks. Other ranks are told.
+        """
+        desk = self._open_desk()
+        desk.lost(engine, incarnation, reason, self._clock.now_s())
+        self._tell_workers(desk)
 
     def peers(self) -> tuple[Peer, ...]:
         """All that are known, with why they were refused."""
@@ -87,7 +102,7 @@ class Rendezvous:
     def _answer(self, body: bytes, address: str) -> bytes:
         desk = self._open_desk()
         reply = desk.answer(body, address, self._clock.now_s())
-        self._introduce_accepted(desk)
+        self._tell_workers(desk)
         return reply
 
     def _pump(self, desk: Desk) -> None:
@@ -95,13 +110,22 @@ class Rendezvous:
             self._client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
         for token, reply in self._client.poll():
             desk.replied(token, reply, self._clock.now_s())
-        self._introduce_accepted(desk)
+        self._tell_workers(desk)
 
-    def _introduce_accepted(self, desk: Desk) -> None:
-        for gone in desk.take_gone():
-            logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
-        for peer in desk.take_accepted():
-            self._introduce(Introduce(peer.engine, peer.incarnation, peer.hello))
+    def _tell_workers(self, desk: Desk) -> None:
+        # One thread at a time: what one has taken must not be told after what another takes later.
+        with self._telling:
+            for gone in desk.take_gone():
+                logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
+                self._depart(Depart(gone.engine, gone.incarnation, gone.reason))
+            for peer in desk.take_accepted():
+                now = desk.book.get(peer.engine)
+                if now.paired and now.incarnation == peer.incarnation:  # else it has gone in between
+                    self._introduce(Introduce(peer.engine, peer.incarnation, peer.hello))
+            now_s = self._clock.now_s()
+            if now_s >= self._expire_at_s:
+                self._expire_at_s = now_s + _EXPIRE_EVERY_S
+                desk.book.expire(now_s)
 
 
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:

@@ -1,11 +1,11 @@
 """The worker half: hands orders to the driver thread, brings back what has ended. Never raises, never blocks."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.handoff.adaptive import AdaptiveMover
 from kvferry.handoff.driver import Driver
-from kvferry.handoff.orders import Introduce, StepOrders, StepReport
+from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, peer_name
 from kvferry.layout.description import CacheLayout, MemoryKind, Region
 from kvferry.settings import FerrySettings
@@ -45,6 +45,10 @@ class HandoffWorker:
         """A peer was accepted. From any thread."""
         self._driver.submit(StepOrders(introduce=(peer,)))
 
+    def depart(self, peer: Depart) -> None:
+        """A peer is gone. From any thread."""
+        self._driver.submit(StepOrders(depart=(peer,)))
+
     def stats(self) -> HandoffStats:
         """Counters since the start."""
         return self._driver.stats()
@@ -71,10 +75,12 @@ def start_worker(
     incarnation: Incarnation,
     settings: FerrySettings,
     num_ranks: int = 1,
+    on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
 ) -> HandoffWorker:
     """Register this rank's cache with the configured transport and start its driver thread.
 
-    `owners` keep the memory alive. Raises ConfigError for a transport that cannot be had; then nothing is left behind.
+    `owners` keep the memory alive. `on_lost` hears of peers that are gone: see Driver. Raises ConfigError for a
+    transport that cannot be had; then nothing is left behind.
     """
     rank = layout.rank.index
     transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
@@ -92,6 +98,7 @@ def start_worker(
         settings=settings,
         mover=mover,
         more_regions=staging,
+        on_lost=on_lost,
     )
     try:
         driver.start()

@@ -3,7 +3,7 @@
 Still no I/O: the driver and the simulator feed it the same events, and carry out the same actions.
 """
 
-from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId
+from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
 from kvferry.handoff.decode import DecodeMachine
 from kvferry.handoff.leases import first_of
 from kvferry.handoff.orders import StepOrders, StepReport
@@ -60,15 +60,34 @@ class RankCore:
         if known is not None and known[0].incarnation == incarnation:
             return
         if known is not None:
-            for peer in known:
-                self.peer_lost(peer.name, "it has restarted", now_s)
-                del self._peers[peer.name]
+            self.depart(engine, known[0].incarnation, "it has restarted", now_s)
         peers = tuple(
             Peer(peer_name(engine, incarnation, rank), engine, incarnation, rank) for rank in range(num_ranks)
         )
         self._engines[engine] = peers
         for peer in peers:
             self._peers[peer.name] = peer
+
+    def depart(self, engine: EngineId, incarnation: Incarnation, why: str, now_s: float) -> None:
+        """Forget an engine. Hand-offs with it end as after `peer_lost`: by lease and quarantine, no sooner."""
+        known = self._ranks_of(engine, incarnation)
+        if known is None:
+            return
+        for peer in known:
+            self.peer_lost(peer.name, why, now_s)
+            del self._peers[peer.name]
+        del self._engines[engine]
+
+    def greet(self, name: PeerName) -> None:
+        """Ask a peer for a sign of life: it answers a renewal of nothing like any other, if it knows us."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            self._actions.append(Send(peer, Renew(to=peer.incarnation, seq=0, from_decode=True, transfers=())))
+
+    def take_silent(self) -> list[Peer]:
+        """Peers that gave no sign of life for a hand-off of ours; each failure is given once."""
+        silent, self.decode.silent = self.decode.silent, []
+        return silent
 
     def peer_lost(self, name: PeerName, why: str, now_s: float) -> None:
         """The transport lost it. Hand-offs with it end; it stays known, and may be connected again."""

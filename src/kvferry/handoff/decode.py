@@ -62,8 +62,8 @@ class DecodeMachine:
         self.landed: list[Landed] = []
         self.failed: list[Failed] = []
         self.released: list[TransferId] = []
-        self.num_expired = 0
-        self.num_ignored = 0
+        self.silent: list[Peer] = []
+        self.num_expired = self.num_ignored = 0
 
     # ---- orders of our engine
 
@@ -433,6 +433,7 @@ class DecodeMachine:
                 continue
             if now_s >= source.heard_s + ttl_s:
                 self.num_expired += 1
+                self.silent.append(source.peer)
                 self._fail(receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s)
                 return
             due_s = min(due_s, source.heard_s + ttl_s)

@@ -8,7 +8,7 @@ are carried out, sends before posts, and one post a turn, so that a long copy de
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.clock import Clock, MonotonicClock
@@ -18,8 +18,9 @@ from kvferry.handoff.core import RankCore
 from kvferry.handoff.digest import CacheMemory, DramMemory
 from kvferry.handoff.links import Link, layouts_of, make_links
 from kvferry.handoff.mover import DirectMover, Moved, Mover
-from kvferry.handoff.orders import Introduce, StepOrders, StepReport
+from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
 from kvferry.handoff.ports import LinkPorts
+from kvferry.handoff.presence import GONE_AFTER_S, Presence
 from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.settings import FerrySettings
@@ -52,6 +53,9 @@ class Driver:
     `memory_owners` keep the cache's memory alive until `close`. `more_regions` are registered behind the layout's: the
     mover's staging memory. A prefill engine of several ranks needs the layouts of all of them, to push and to verify:
     `engine_layouts`, in the order of their Rank.index, or later an Introduce of our own engine.
+
+    `on_lost` hears, on the driver's thread, of incarnations that were found gone and are forgotten: nothing was heard
+    of them for `gone_after_s`, or during a whole lease of a hand-off. It must not block or raise.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Driver:
         mover: Mover | None = None,
         memory: CacheMemory | None = None,
         more_regions: Sequence[Region] = (),
+        on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
+        gone_after_s: float | None = None,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -97,6 +103,9 @@ class Driver:
             num_ranks=num_ranks,
             whole_prefix=all(group.kind is CacheKind.FULL for group in layout.groups),
         )
+        self._on_lost = on_lost
+        self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
+        self._presence = Presence(self._gone_after_s, self._core.greet)
         self._orders: deque[StepOrders] = deque()
         self._reports: deque[StepReport] = deque()
         self._wake = threading.Event()
@@ -227,6 +236,11 @@ class Driver:
             core.tick(now_s)
         if self._away:
             self._come_back(now_s)
+        if now_s >= self._presence.next_s:
+            busy = True
+            self._miss(self._presence.tick(now_s), f"nothing was heard of it for {self._gone_after_s:g} s", now_s)
+        if silent := core.take_silent():
+            self._miss([peer.name for peer in silent], "it gave no sign of life for a hand-off", now_s)
         busy = self._act() or busy
         if busy:
             self._report()
@@ -234,6 +248,8 @@ class Driver:
         return busy
 
     def _take_orders(self, orders: StepOrders, now_s: float) -> None:
+        for depart in orders.depart:
+            self._depart(depart, now_s)
         for introduce in orders.introduce:
             self._introduce(introduce, now_s)
         self._core.orders(orders, now_s)
@@ -253,14 +269,38 @@ class Driver:
             self._links[link.name] = link
         self._core.introduce(introduce.engine, introduce.incarnation, len(links), now_s)
         self._act()
-        for link in () if known is None else known.links:
-            del self._links[link.name]
-            self._pieces.pop(link.name, None)
-            self._away.pop(link.name, None)
+        self._forget(() if known is None else known.links)
         logger.info("peer introduced peer=%s/%s ranks=%d", introduce.engine, introduce.incarnation, len(links))
         # At once, not at the first message: a transport keeps the messages of a peer until we connect to it.
         for link in links:
             self._reconnect(link, now_s)
+            self._presence.meet(link.name, now_s)
+
+    def _depart(self, depart: Depart, now_s: float) -> None:
+        known = self._engines.get(depart.engine)
+        if known is None or known.introduce.incarnation != depart.incarnation:
+            return
+        del self._engines[depart.engine]
+        self._core.depart(depart.engine, depart.incarnation, depart.reason, now_s)
+        self._act()
+        self._forget(known.links)
+        logger.info("peer forgotten peer=%s/%s cause=%s", depart.engine, depart.incarnation, depart.reason)
+
+    def _forget(self, links: Sequence[Link]) -> None:
+        """Nothing is kept of these, once the core's Disconnects were carried out."""
+        for link in links:
+            del self._links[link.name]
+            self._pieces.pop(link.name, None)
+            self._away.pop(link.name, None)
+            self._presence.forget(link.name)
+
+    def _miss(self, names: Sequence[PeerName], why: str, now_s: float) -> None:
+        """These are gone for good, each with its whole engine: no hand-off does without a rank."""
+        for engine in [one for one in self._engines.values() if any(link.name in names for link in one.links)]:
+            depart = Depart(engine.introduce.engine, engine.introduce.incarnation, why)
+            self._depart(depart, now_s)
+            if self._on_lost is not None:
+                self._on_lost(depart.engine, depart.incarnation, why)
 
     def _make_links(self, introduce: Introduce) -> list[Link] | None:
         try:
@@ -308,6 +348,8 @@ class Driver:
             logger.log(level, "message ignored peer=%s cause=%s", received.peer, error)
             return
         self._away.pop(received.peer, None)
+        if received.peer in self._links:
+            self._presence.heard(received.peer)
         self._core.message(received.peer, message, now_s)
 
     def _ended(self, moved: Moved | None, now_s: float) -> None:

@@ -11,6 +11,7 @@ from kvferry.settings import TransferMode
 
 __all__ = [
     "Cancel",
+    "Depart",
     "Failed",
     "Hold",
     "Introduce",
@@ -30,6 +31,18 @@ class Introduce:
     engine: EngineId
     incarnation: Incarnation
     hello: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Depart:
+    """An incarnation that was introduced is gone, or fits no longer: forget it. Its hand-offs end as if it were lost.
+
+    An incarnation that is not known, or was replaced, changes nothing. It may be introduced again.
+    """
+
+    engine: EngineId
+    incarnation: Incarnation
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +124,13 @@ class StepOrders:
     hold: tuple[Hold, ...] = ()
     want: tuple[Want, ...] = ()
     cancel: tuple[Cancel, ...] = ()
+    depart: tuple[Depart, ...] = ()
+    """Carried out before `introduce`."""
 
     def __bool__(self) -> bool:
-        return bool(self.introduce or self.offer or self.withdraw or self.hold or self.want or self.cancel)
+        return bool(
+            self.introduce or self.offer or self.withdraw or self.hold or self.want or self.cancel or self.depart
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,10 +153,15 @@ def build_worker(settings: WorkerSettings) -> Worker:
         def connect(model: LoadedModel, cache: KVCache) -> tuple[HandoffScheduler, HandoffWorker]:
             layout = cache.layout()
             worker = start_worker(
-                layout, (cache.data,), engine=engine_id, incarnation=incarnation, settings=settings.ferry
+                layout,
+                (cache.data,),
+                engine=engine_id,
+                incarnation=incarnation,
+                settings=settings.ferry,
+                on_lost=lambda engine, incarnation, reason: rendezvous.lost(engine, incarnation, reason),
             )
             cleanup.callback(worker.close)
-            rendezvous = Rendezvous(settings.ferry.side_channel, worker.introduce, name=engine_id)
+            rendezvous = Rendezvous(settings.ferry.side_channel, worker.introduce, worker.depart, name=engine_id)
             cleanup.callback(rendezvous.close)
             identity = EngineIdentity(engine_id, incarnation, rendezvous.host, rendezvous.port)
             hello = Hello(
