@@ -8,9 +8,11 @@ The seed is printed; CHAOS_SEED=n repeats it. `make chaos` runs 20 moments of ea
 import logging
 import os
 import random
+import re
 import secrets
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -55,7 +57,10 @@ class Tally:
 
     whole: int = 0
     handed_over: int = 0
-    errors: list[str] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    """By message, addresses and ids left out."""
+    whys: Counter[str] = field(default_factory=Counter)
+    """Why prompts were not handed over."""
     faults: list[str] = field(default_factory=list)
 
     def note(self, question: Question, answer: Answer) -> None:
@@ -67,6 +72,8 @@ class Tally:
         elif answer.whole:
             self.whole += 1
             self.handed_over += answer.kvferry["handed_over"] > 0
+            if answer.kvferry["why"]:
+                self.whys[_kind(answer.kvferry["why"])] += 1
             if len(answer.token_ids) != len(question.right):
                 self.faults.append("truncated: " + said)
         elif answer.broken or not answer.clear_error:
@@ -74,7 +81,13 @@ class Tally:
         elif answer.done or answer.finish_reason:
             self.faults.append("an error with a good end: " + said)
         else:
-            self.errors.append(str(answer.error))
+            assert answer.error is not None, "clear_error"
+            self.errors[_kind(answer.error["message"])] += 1
+
+
+def _kind(text: str) -> str:
+    """Without what differs from time to time."""
+    return re.sub(r"\d+|'[^']*'|\bp/\w+", "_", text)[:160]
 
 
 @pytest.fixture(scope="module")
@@ -179,17 +192,17 @@ def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]
         for name, how in moments:
             threading.Event().wait(dice.uniform(0.1, 1.2))
             struck.append(f"{name} {strike(fleet.workers[name], how, dice)}")
-            before = load.tally.whole
+            before = load.tally.handed_over
             eventually(
-                f"answers come again after: {struck}\n{load.tally}",
-                lambda before=before: load.tally.whole > before or load.tally.faults,
+                f"prompts are handed over again after: {struck}\n{load.tally}",
+                lambda before=before: load.tally.handed_over > before + 2 or load.tally.faults,
                 within_s=60,
             )
             assert not load.tally.faults, f"seed {seed}, {struck}: {load.tally.faults}\n{fleet.tails()}"
     tally = load.tally
     logger.warning(
-        "seed=%s mode=%s struck=%s whole=%s handed_over=%s errors=%s",
-        seed, fleet.mode, struck, tally.whole, tally.handed_over, len(tally.errors),
+        "seed=%s mode=%s struck=%s whole=%s handed_over=%s whys=%s errors=%s",
+        seed, fleet.mode, struck, tally.whole, tally.handed_over, dict(tally.whys), dict(tally.errors),
     )  # fmt: skip
     assert not tally.faults, f"seed {seed}, {struck}: {tally.faults}\n{fleet.tails()}"
     assert tally.handed_over > len(moments), tally
