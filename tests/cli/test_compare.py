@@ -2,6 +2,7 @@
 
 import base64
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.cli.fleet import run_fleet
-from kvferry.cli.main import main
+from kvferry.cli.main import ExitCode, main
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fleet import Member, fleet_matrix, shared_ids
 from kvferry.handshake.handshake import LocalSide
@@ -122,7 +123,14 @@ def test_layouts_that_do_not_fit_are_refused_too(tmp_path: Path, capsys: pytest.
     assert "layers.9.attn" in told["rows"][-1]["remedy"]
 
 
-@pytest.mark.parametrize("body", ["", "{}", "[]", '{"facts": 1}', '{"facts": {"a": 1}}', '{"facts": {}, "hello": "!"}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "{}", "[]", '{"facts": 1}', '{"facts": {"a": 1}}', '{"facts": {}, "hello": "!"}'),
+        '{"facts": {"a": ' + 100_000 * "[" + "}}",
+    ],
+    ids=range(7),
+)
 def test_files_that_are_no_facts(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(body)
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
@@ -132,8 +140,46 @@ def test_files_that_are_no_facts(body: str, tmp_path: Path, capsys: pytest.Captu
 def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 1
     assert "cannot read" in capsys.readouterr().err
-    assert main(["compare", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == 1
+    assert main(["compare", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == ExitCode.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
+
+
+@contextmanager
+def something_else(answer: bytes) -> Iterator[str]:
+    """A port on which no worker listens, but something."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize("command", ["compare", "plan", "facts", "doctor"])
+@pytest.mark.parametrize(
+    "answer",
+    [b"220 smtp ready\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b""],
+    ids=["no HTTP", "broken off", "nothing"],
+)
+def test_what_answers_is_no_worker(
+    command: str, answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [str(tmp_path / "other.json")] if command in ("compare", "plan") else []
+    with something_else(answer) as url:
+        assert main([command, url, *other]) == ExitCode.UNREACHABLE
+    said = capsys.readouterr()
+    assert "does not answer" in said.err + said.out
+
+
+def test_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["facts", "http://a b"]) == ExitCode.UNREACHABLE
+    assert "does not answer: URL can't contain control characters" in capsys.readouterr().err
 
 
 def test_key_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,3 +238,10 @@ def test_bench_handshake(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line["peers"] for line in lines[:-1]] == [1, 3]
     assert all(line["ms_per_pair"] > 0 for line in lines[:-1])
     assert all(0 < line["bytes_per_peer"] < 1024 for line in lines[:-1])
+
+
+@pytest.mark.parametrize("peers", ["", "0", "-3", "a,b", "1,,2", "1.5"])
+def test_bench_handshake_of_no_number(peers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "handshake", f"--peers={peers}"])
+    assert "not a list of numbers from 1 on" in capsys.readouterr().err

@@ -90,6 +90,11 @@ def test_the_picture_is_svg_with_a_band_an_edge(files: tuple[str, str], tmp_path
     assert [title.split(":")[0] for title in titles] == ["0 to 0", "1 to 0", "2 to 0", "3 to 0"]
 
 
+def test_a_picture_that_cannot_be_written(files: tuple[str, str], tmp_path: Path, capsys: Capture) -> None:
+    assert main(["plan", *files, "--svg", str(tmp_path / "no" / "x.svg")]) == ExitCode.ERROR
+    assert "No such file or directory. Choose another path" in capsys.readouterr().err
+
+
 def test_a_pair_that_does_not_fit_is_told_in_one_line(tmp_path: Path, capsys: Capture) -> None:
     save_layouts(tmp_path / "a.json", hybrid(1, 1, AxisOrder.NHD, 8, "fp8_e4m3"))
     save_layouts(tmp_path / "b.json", hybrid(1, 1, AxisOrder.NHD, 8))

@@ -51,14 +51,22 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How many peers."""
-    parser.add_argument("--peers", default="1,10,100,1000", metavar="N,...", help="numbers of peers, one line each")
+    parser.add_argument("--peers", type=_numbers, default="1,10,100,1000", metavar="N,...",
+                        help="numbers of peers, one line each")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one object a number of peers; the environment last")
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 on, as in 1,10,100")
+    return numbers
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Measure and print."""
     logging.getLogger("kvferry").setLevel(logging.ERROR)
-    for num_peers in [int(text) for text in args.peers.split(",")]:
+    for num_peers in args.peers:
         row = _measure(num_peers)
         if args.json:
             told = {name: getattr(row, name) for name in Row.__slots__}

@@ -13,7 +13,7 @@ import sys
 from enum import IntEnum
 
 from kvferry import __version__
-from kvferry.errors import FerryError
+from kvferry.errors import FerryError, IncompatiblePeer, PeerLost
 
 __all__ = ["COMMANDS", "ExitCode", "main"]
 
@@ -75,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.verbose:
             raise
         print(f"kvferry {args.command}: {error}", file=sys.stderr)
-        return ExitCode.ERROR
+        if isinstance(error, IncompatiblePeer):
+            return ExitCode.INCOMPATIBLE
+        return ExitCode.UNREACHABLE if isinstance(error, PeerLost) else ExitCode.ERROR
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK

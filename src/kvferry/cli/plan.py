@@ -7,7 +7,6 @@ A is the side that has the KV (prefill), B the side that wants it (decode). Each
 import argparse
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvferry.cli.main import ExitCode
 from kvferry.cli.plan_svg import picture
 from kvferry.cli.plan_text import Row, table, tidy_layers
 from kvferry.cli.saved import load_side
-from kvferry.errors import ConfigError, IncompatiblePeer, PeerLost
+from kvferry.errors import ConfigError
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.layout.pairing import Edge, pair
@@ -46,23 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Load, pair, plan, print."""
-    try:
-        source, destination = load_side(args.a), load_side(args.b)
-    except PeerLost as error:
-        print(f"kvferry plan: {error}", file=sys.stderr)
-        return ExitCode.UNREACHABLE
+    source, destination = load_side(args.a), load_side(args.b)
     room = min(capacity(layout) for layout in (*source, *destination))
     tokens = min(DEFAULT_TOKENS, room) if args.tokens is None else args.tokens
     if not 1 <= tokens <= room:
         raise ConfigError(f"--tokens {tokens}: the two caches have room for 1 to {room} tokens of one request")
     rng = random.Random(args.seed) if args.scattered else None
-    try:
-        result = rows(source, destination, tokens, rng)
-    except IncompatiblePeer as error:
-        print(f"kvferry plan: {error}", file=sys.stderr)
-        return ExitCode.INCOMPATIBLE
+    result = rows(source, destination, tokens, rng)
     if args.svg:
-        args.svg.write_text(picture(source, destination, result, tokens))
+        try:
+            args.svg.write_text(picture(source, destination, result, tokens))
+        except OSError as error:
+            raise ConfigError(f"cannot write {str(args.svg)!r}: {error.strerror}. Choose another path") from error
     if args.json:
         for row in result:
             print(json.dumps(asdict(row)))

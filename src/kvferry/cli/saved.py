@@ -2,21 +2,17 @@
 
 import base64
 import binascii
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import msgspec
 
-from kvferry.errors import ConfigError, MalformedMessage, PeerLost
+from kvferry.cli.told import fetch, is_url
+from kvferry.errors import ConfigError, MalformedMessage
 from kvferry.layout.description import CacheLayout
 from kvferry.wire.hello import decode_hello
 from kvferry.wire.layout_codec import decode_layout, load_layouts
 
 __all__ = ["load_side"]
-
-TIMEOUT_S = 5.0
-MAX_BYTES = 64 << 20
 
 
 class _Described(msgspec.Struct, frozen=True):
@@ -30,8 +26,8 @@ def load_side(name: str) -> tuple[CacheLayout, ...]:
 
     Raises ConfigError (no such file), PeerLost (no answer), MalformedMessage (not what it should be).
     """
-    if name.startswith(("http://", "https://")):
-        return _from_hello(name, _fetch(name.rstrip("/") + "/v1/kvferry"))
+    if is_url(name):
+        return _from_hello(name, fetch(name))
     path = Path(name)
     if path.suffix == ".json":
         try:
@@ -43,20 +39,9 @@ def load_side(name: str) -> tuple[CacheLayout, ...]:
     return load_layouts(path)
 
 
-def _fetch(url: str) -> bytes:
-    try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-            body: bytes = answer.read(MAX_BYTES + 1)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise PeerLost(f"{url!r} does not answer: {error}. Is it the URL of a kvferry worker?") from error
-    if len(body) > MAX_BYTES:
-        raise MalformedMessage(f"{url!r} answers with more than {MAX_BYTES} bytes")
-    return body
-
-
 def _from_hello(name: str, body: bytes) -> tuple[CacheLayout, ...]:
     try:
         hello = base64.b64decode(msgspec.json.decode(body, type=_Described).hello, validate=True)
-    except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"{name!r} is neither a layout file nor the description of a worker: {error}") from error
     return tuple(decode_layout(rank.layout) for rank in decode_hello(hello).ranks)

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import http.client
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -69,8 +70,9 @@ def fetch(url: str) -> bytes:
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/v1/kvferry", timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES + 1)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise PeerLost(f"{url!r} does not answer: {error}. Is it the URL of a kvferry worker?") from error
+    except (OSError, ValueError, urllib.error.URLError, http.client.HTTPException) as error:
+        # Of HTTPException: what answers there speaks no HTTP, or breaks off.
+        raise PeerLost(f"{url!r} does not answer: {str(error).strip()}. Is it the URL of a kvferry worker?") from error
     if len(body) > MAX_BYTES:
         raise MalformedMessage(f"{url!r} answers with more than {MAX_BYTES} bytes")
     return body
@@ -82,7 +84,7 @@ def parse_told(name: str, body: bytes) -> Told:
         raw = msgspec.json.decode(body, type=_Raw)
         facts = Facts.from_json({key: msgspec.json.decode(value) for key, value in raw.facts.items()})
         hello = decode_hello(base64.b64decode(raw.hello, validate=True)) if raw.hello else None
-    except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, MalformedMessage) as error:
+    except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, RecursionError, MalformedMessage) as error:
         raise MalformedMessage(f"{name!r} does not tell the facts of a worker: {error}") from error
     role = facts.get("role")
     known = Role(role) if isinstance(role, str) and role in list(Role) else raw.role
