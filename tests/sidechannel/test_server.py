@@ -119,6 +119,18 @@ def test_more_connections_than_max_peers_are_denied() -> None:
         assert server.stats().answered == 2
 
 
+def test_a_good_peer_comes_in_once_strangers_have_gone() -> None:
+    """Connections that say nothing fill the listener; who was turned away for that is not turned away for ever."""
+    with listening(echo, settings(max_peers=2)) as server, asking() as client, ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        until(lambda: server.stats().connections >= 4, "strangers")
+        client.ask_nowait("127.0.0.1", server.port, b"hello", 1)
+        until(lambda: server.stats().denied >= 1, "a denial", client)
+        stack.close()
+        assert collect(client, 1) == {1: b"echo hello"}
+
+
 def test_connections_leave_half_of_the_descriptors_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (4, 4))
     with listening(echo, settings(max_peers=1000)) as server, ExitStack() as stack:

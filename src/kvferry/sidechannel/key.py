@@ -86,12 +86,14 @@ def load_key(settings: SideChannelSettings) -> SharedKey | None:
 def _parse(text: str, where: str) -> SharedKey:
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith(_PREFIX)]
     secret = lines[0].removeprefix(_PREFIX) if len(lines) == 1 else ""
+    # The text itself is not shown: it may be most of a secret.
+    reason = f"{where!r} holds no kvferry key (one line {_PREFIX}... is due). Make one: kvferry key new FILE"
     if not _Z85.fullmatch(secret):
-        # The text itself is not shown: it may be most of a secret.
-        raise ConfigError(
-            f"{where!r} holds no kvferry key (one line {_PREFIX}... is due). Make one: kvferry key new FILE"
-        )
-    return SharedKey(zmq.curve_public(secret.encode()), secret.encode())
+        raise ConfigError(reason)
+    try:
+        return SharedKey(zmq.curve_public(secret.encode()), secret.encode())
+    except zmq.ZMQError as error:  # the right letters, but five of them say more than 32 bits: mistyped
+        raise ConfigError(reason) from error
 
 
 def is_loopback(host: str) -> bool:

@@ -194,7 +194,8 @@ class SideChannelServer:
         room = len(self._connections) <= self._max_connections
         if not (known and room):
             self._count(denied=1)
-        status = (b"200", b"OK") if known and room else (b"400", b"wrong key" if not known else b"too many peers")
+        # 300 is "for now": libzmq hangs up, and the other end tries again. After 400 it never does.
+        status = (b"200", b"OK") if known and room else (b"300", b"too many peers") if known else (b"400", b"wrong key")
         self._zap.send_multipart([version, request, *status, b"peer", b""])
 
     def _answer(self) -> None:
