@@ -133,7 +133,9 @@ async def test_decode_recomputed_and_may_never_have_told_prefill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "expected"), [(refusing(503), 0), (refusing(400), 0), (cutting, 1), (hanging, 1)], ids=str
+    ("script", "expected"),
+    [(refusing(503), 0), (refusing(400), 0), (cutting, 1), (hanging, 1)],
+    ids=["says 503", "says 400", "is cut off", "is silent"],
 )
 async def test_a_prefill_that_fails(script: Script, expected: int) -> None:
     """One that says so has nothing left of it; one that is silent may have."""
