@@ -105,7 +105,7 @@ def test_prefill_and_decode_say_what_one_engine_says(  # R36, R12
         assert told["bytes"] == len(prompt) * 30 * 2 * 3 * 64 * 4, where
         assert told["verified"] > 0, where
         if fleet.mode == "pull":
-            assert told["verified"] >= 30 * 2 * max(1, len(prompt) // 32), where
+            assert told["verified"] >= 30 * 2, where  # K and V of every layer
     fleet.wait_blocks_free()
 
 
