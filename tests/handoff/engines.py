@@ -58,7 +58,9 @@ class Engine:
         block_tokens: int = 4,
         start: str = "1",
         know_each_other: bool = True,
+        gone_after_s: float | None = None,
     ) -> None:
+        self.lost: list[tuple[EngineId, Incarnation, str]] = []
         self.engine, self.incarnation = EngineId(name), Incarnation(f"{name}-{start}")
         self.role, self.settings = role, settings
         self.caches: list[npt.NDArray[np.float32]] = []
@@ -100,6 +102,8 @@ class Engine:
                     engine_layouts=self.layouts if know_each_other else (),
                     mover=mover,
                     more_regions=more_regions,
+                    on_lost=lambda *lost: self.lost.append(lost),
+                    gone_after_s=gone_after_s,
                 )
             )
         for driver in self.drivers:

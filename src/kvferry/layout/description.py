@@ -134,7 +134,7 @@ class Rank:
         checks.check_rank(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class CacheLayout:
     """One rank's whole cache. Checks itself when made: raises MalformedMessage with the place and the value.
 

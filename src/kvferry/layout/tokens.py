@@ -4,6 +4,7 @@ Everything goes by absolute position. Tables may come from a peer: every id and 
 used, and a fault is a MalformedMessage with the value and the range.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -137,7 +138,6 @@ def distinct(values: Int64s) -> Int64s:
 class Lookup:
     """What is asked of a layout for every request."""
 
-    layout: CacheLayout
     num_blocks: dict[int, int]
     """By group: block ids below this are in every tensor of the group."""
     tensors: dict[tuple[str, str], Tensor]
@@ -147,7 +147,6 @@ class Lookup:
 
 
 _lookups: dict[int, Lookup] = {}
-MAX_LOOKUPS = 1024
 
 
 def lookup(layout: CacheLayout) -> Lookup:
@@ -158,11 +157,10 @@ def lookup(layout: CacheLayout) -> Lookup:
         for tensor in layout.tensors:
             num_blocks[tensor.group] = min(num_blocks.get(tensor.group, MAX_TOKENS), tensor.paging.num_blocks)
         by_name = {(tensor.layer, tensor.part): tensor for tensor in layout.tensors}
-        found = Lookup(layout, num_blocks, by_name, shared_lanes(layout))
-        if len(_lookups) >= MAX_LOOKUPS:
-            _lookups.clear()
-        # The entry holds the layout, so its id is not given to another one while the entry lives.
+        found = Lookup(num_blocks, by_name, shared_lanes(layout))
         _lookups[id(layout)] = found
+        # A peer's layout goes with the peer (I5), and before its id is given to another one.
+        weakref.finalize(layout, _lookups.pop, id(layout), None).atexit = False
     return found
 
 
