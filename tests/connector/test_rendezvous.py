@@ -1,0 +1,163 @@
+"""Two engines meet over the real side channel; what their worker halves are told, and in which order. R24, I5, I6."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvferry.connector.peers import PeerStatus, PeerView
+from kvferry.connector.rendezvous import Rendezvous
+from kvferry.handoff.orders import Depart, Introduce
+from kvferry.handshake.peers import PeerState
+from kvferry.ids import EngineId, Incarnation
+from kvferry.settings import Role, SideChannelSettings
+from kvferry.testing.clock import FakeClock
+from tests.handshake.examples import side
+
+P, D = EngineId("p"), EngineId("d")
+
+
+class End:
+    """An engine's end, and what its worker halves were told: +incarnation introduced, -incarnation departed."""
+
+    def __init__(self, engine: str, incarnation: str, role: Role, clock: FakeClock, *, port: int = 0) -> None:
+        self.told: list[str] = []
+        self.incarnation = Incarnation(incarnation)
+        self.rendezvous = Rendezvous(
+            SideChannelSettings(port=port, timeout_s=1.0), self._introduce, self._depart, name=engine, clock=clock
+        )
+        self.rendezvous.start(side(engine, incarnation, role))
+
+    def _introduce(self, peer: Introduce) -> None:
+        self.told.append(f"+{peer.incarnation}")
+
+    def _depart(self, peer: Depart) -> None:
+        self.told.append(f"-{peer.incarnation}")
+
+    def view(self, of: "End", engine: EngineId, *, named: bool = True) -> PeerView:
+        return self.rendezvous.view(engine, of.incarnation if named else None, of.rendezvous.host, of.rendezvous.port)
+
+    def meet(self, of: "End", engine: EngineId, *, named: bool = True) -> PeerView:
+        """As an engine does, once a step, until the handshake has ended."""
+        view = self.view(of, engine, named=named)
+        until(lambda: self.view(of, engine, named=named).status is not PeerStatus.ASKING)
+        return self.view(of, engine, named=named) if view.status is PeerStatus.ASKING else view
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    pause, until_s = threading.Event(), time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "not in time"
+        pause.wait(0.001)
+
+
+class World:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.open: list[End] = []
+
+    def end(self, engine: str, incarnation: str, role: Role, *, port: int = 0) -> End:
+        self.open.append(End(engine, incarnation, role, self.clock, port=port))
+        return self.open[-1]
+
+    def close(self, end: End) -> None:
+        end.rendezvous.close()
+        self.open.remove(end)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    for end in world.open[:]:
+        world.close(end)
+
+
+def test_both_are_introduced_once(world: World) -> None:
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p1"))
+    assert d.meet(p, P).status is PeerStatus.ACCEPTED
+    assert (p.told, d.told) == (["+d1"], ["+p1"])
+
+
+def test_a_restart_on_the_same_port_works_at_the_first_request(world: World) -> None:
+    """I6. The old incarnation departs before the new one is introduced."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    d.meet(p, P)
+    port = p.rendezvous.port
+    world.close(p)
+    again = world.end("p", "p2", Role.PREFILL, port=port)
+    assert d.meet(again, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
+    assert d.told == ["+p1", "-p1", "+p2"]
+    assert again.told == ["+d1"]
+
+
+def test_a_lost_peer_departs_and_the_next_request_shakes_hands_again(world: World) -> None:
+    """Whether it has restarted (and the request does not say so), or has only forgotten us."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    d.meet(p, P)
+    d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
+    assert d.told == ["+p1", "-p1"]
+    view = d.view(p, P)
+    assert (view.status, view.reason) == (PeerStatus.REFUSED, "it gave no sign of life"), "the back-off"
+    world.clock.advance(0.3)
+    assert d.meet(p, P).status is PeerStatus.ACCEPTED
+    assert d.told == ["+p1", "-p1", "+p1"]
+    assert p.told == ["+d1"], "it knew us all the time"
+
+    p.rendezvous.lost(D, Incarnation("d1"), "nothing was heard of it")
+    d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
+    world.clock.advance(1)
+    assert d.meet(p, P).status is PeerStatus.ACCEPTED
+    assert p.told == ["+d1", "-d1", "+d1"]
+
+    port = p.rendezvous.port
+    world.close(p)
+    again = world.end("p", "p2", Role.PREFILL, port=port)
+    d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
+    world.clock.advance(1)
+    assert d.meet(again, P, named=False) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
+    assert d.told[-2:] == ["-p1", "+p2"]
+
+
+def test_the_loss_of_an_old_incarnation_changes_nothing(world: World) -> None:
+    """I6. A driver may find it out late."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    d.meet(p, P)
+    d.rendezvous.lost(P, Incarnation("p0"), "old news")
+    assert d.told == ["+p1"]
+    assert d.view(p, P).status is PeerStatus.ACCEPTED
+
+
+def test_what_is_gone_before_it_was_introduced_is_not_introduced(world: World) -> None:
+    """Otherwise the worker halves would keep it for ever: nobody tells them a second time."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    desk = d.rendezvous._open_desk()
+    taken = desk.take_accepted
+
+    def late() -> object:
+        accepted = taken()
+        if accepted:
+            desk.lost(P, Incarnation("p1"), "gone at once", world.clock.now_s())
+        return accepted
+
+    desk.take_accepted = late  # type: ignore[method-assign, assignment]
+    d.meet(p, P)
+    assert "+p1" not in d.told
+
+
+def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
+    """R24, I5: also by the book, some minutes later."""
+    p = world.end("p", "p1", Role.PREFILL)
+    for number in range(20):
+        d = world.end(f"d{number}", "i", Role.DECODE)
+        assert d.meet(p, P).status is PeerStatus.ACCEPTED
+        world.close(d)
+        p.rendezvous.lost(EngineId(f"d{number}"), Incarnation("i"), "nothing was heard of it")
+    assert p.told.count("+i") == p.told.count("-i") == 20
+    assert {peer.state for peer in p.rendezvous.peers()} == {PeerState.LOST}
+    world.clock.advance(700)
+    d = world.end("d", "d1", Role.DECODE)
+    d.meet(p, P)
+    assert [peer.engine for peer in p.rendezvous.peers()] == ["d"]
