@@ -18,6 +18,9 @@ __all__ = ["Edge", "Pairing", "TensorSlice", "pair"]
 
 MAX_PIECES = 65536
 """A tensor that would be cut into more pieces than this is refused."""
+MAX_LOOKS = 1 << 20
+"""Pieces times ranks that offer the tensor, over all tensors that are cut in ways of their own: about a second's work.
+A fleet of 512 ranks that splits 64 heads takes a thirtieth of it for each pipeline stage."""
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -169,6 +172,7 @@ class _Covers:
         self._destination = destination
         self._known: dict[object, list[tuple[int, Ranges]]] = {}
         self._agreed: dict[object, Ranges] = {}
+        self._looks = 0
 
     def cover(self, tensor: Tensor, offers: Sequence[_Offer]) -> list[tuple[_Offer, Ranges]]:
         where = f"layer {tensor.layer!r} part {tensor.part!r}"
@@ -203,7 +207,15 @@ class _Covers:
         """(index into offers, ranges) of every piece. The ranks of one piece hold copies: one is taken by our rank."""
         reader = self._destination.rank
         turn = reader.tp_rank * reader.cp_size + reader.cp_rank
-        for ranges in _cut(where, tensor, held):
+        pieces = list(_cut(where, tensor, held))
+        self._looks += len(pieces) * len(offers)
+        if self._looks > MAX_LOOKS:
+            # The listener's thread pairs: a peer must not be able to keep it from others.
+            raise IncompatiblePeer(
+                f"{where}: {len(offers)} ranks of the peer cut it into {len(pieces)} pieces; with the layers before it "
+                f"that is more than {MAX_LOOKS} to look at. Let every layer be split in the same way, over fewer ranks"
+            )
+        for ranges in pieces:
             holders = [i for i, theirs in enumerate(held) if _holds(theirs, ranges)]
             if not holders:
                 raise IncompatiblePeer(
