@@ -162,6 +162,12 @@ def _linear(group: BoxClass, stretch: Segments, limit: int) -> Iterator[Runs]:
     yield from _outer(group, source, destination, whole, length, limit)
 
 
+def _common(ordered: Int64s, others: Int64s) -> Int64s:
+    """Those of `ordered` that are among the others."""
+    others = np.sort(others)
+    return ordered[np.searchsorted(others, ordered, "left") < np.searchsorted(others, ordered, "right")]
+
+
 def _templated(group: BoxClass, stretch: Segments, num_tokens: int, limit: int) -> Iterator[Runs]:
     if not len(stretch):
         return
@@ -171,7 +177,8 @@ def _templated(group: BoxClass, stretch: Segments, num_tokens: int, limit: int) 
     repeated = distinct(steps[steps > 0])
     for template in templates(group, num_tokens, limit):
         left = np.ones(len(template.length), np.bool_)
-        for step in np.intersect1d(repeated, template.length):
+        # (np.intersect1d would import numpy.ma at its first call: 20 ms and more, in the first hand-off of a process.)
+        for step in _common(repeated, template.length):
             # Run k of a stretch is followed by run k of the next one, if the stretches are its length apart.
             mine = template.length == step
             left &= ~mine
