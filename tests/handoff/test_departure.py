@@ -6,6 +6,7 @@ First the machines face to face, with a clock moved by hand; then drivers over t
 import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -301,6 +302,24 @@ def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
     assert not p.lost
     assert not d.lost
     world.hand_over(p, d, "t1")
+
+
+def test_a_peer_is_greeted_when_it_is_introduced(world: World) -> None:
+    """The wire between two workers is set up before the first hand-off needs it, from both sides."""
+    p, d = world.engine("p", Role.PREFILL, gone_after_s=600), world.engine("d", Role.DECODE, gone_after_s=600)
+    heard = {"p": 0, "d": 0}
+    for name, engine in (("p", p), ("d", d)):
+        core = engine.drivers[0]._core
+        message = core.message
+
+        def counting(*args: Any, of: str = name, message: Any = message) -> None:
+            heard[of] += 1
+            message(*args)
+
+        core.message = counting  # type: ignore[method-assign]
+    p.meet(d)
+    d.meet(p)
+    until(lambda: heard == {"p": 2, "d": 2}, p, d)  # a greeting, and the answer to ours
 
 
 def test_a_peer_that_departs_is_forgotten_and_may_come_back(world: World) -> None:
