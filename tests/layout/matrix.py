@@ -1,15 +1,18 @@
 """The fixed matrix: every combination that the project promises, planned and checked byte by byte, as a table.
 
-`python -m tests.layout.matrix` prints it; tests/layout/test_matrix.py runs it. The check is the slow model's formula,
-evaluated with numpy for all elements at once.
+`python -m tests.layout.matrix` prints it, and with `--page FILE` writes the summary that is in the docs;
+tests/layout/test_matrix.py runs it. The check is the slow model's formula, evaluated with numpy for all elements at
+once: of a direct plan, and of a staged one with the packer of real transfers.
 """
 
+import argparse
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +21,21 @@ from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import AxisOrder
 from kvferry.layout.description import CacheKind, CacheLayout, Tensor
+from kvferry.layout.packing import plan_staged
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
+from kvferry.transport.packer import copy_with_numpy
 from tests.layout.worlds import Config, Engine, Layer, Model, build
 
 TPS, PPS, BLOCKS = (1, 2, 3, 4, 8), (1, 2, 4), (8, 16, 24, 64, 128)
 ORDERS = tuple(AxisOrder)
+PARALLEL, SIZES, PREFIXES = "TP x TP, PP x PP", "block sizes x NHD/HND", "own prefixes"
+TABLES = {
+    PARALLEL: len(TPS) ** 2 * len(PPS) ** 2,
+    SIZES: len(BLOCKS) ** 2 * len(ORDERS) ** 2,
+    PREFIXES: len(BLOCKS) * sum(3 * size + 1 for size in BLOCKS),
+}
+"""The tables of one model, and how many cases each has."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -158,21 +170,28 @@ def check(name: str, prefill: Config, decode: Config, tokens: int, hits: int = 0
     wanted = TokenRange(hits, tokens)
     try:
         for layout in consumer.ranks:
-            near, want = _memory(layout, 101), _memory(layout, 101)
+            near, staged, want = _memory(layout, 101), _memory(layout, 101), _memory(layout, 101)
             moved = enough = 0
             for edge in _edges(name, prefill, decode, tokens, layout.rank.index):
                 far = producer.memory[edge.source_rank]
                 for runs in plan(edge, producer.tables, tables, wanted):
                     _copy(runs, far[runs.source_region], near[runs.destination_region])
                     moved += runs.num_bytes
+                both = plan_staged(edge, producer.tables, tables, wanted)
+                staging = np.zeros(both.num_bytes, np.uint8)
+                for box in both.source.boxes:
+                    copy_with_numpy(box, far[box.region], staging, into_staging=True)
+                for box in both.destination.boxes:
+                    copy_with_numpy(box, staged[box.region], staging, into_staging=False)
             for tensor in layout.tensors:
                 here = next(t for t in tables if t.group == tensor.group)
                 # A window group holds what prefill's table of the same layer holds too, from the later start on.
                 theirs = next(t for t in producer.tables if t.group == producer.engine.group_of[tensor.layer])
                 start = max(hits, theirs.first_token) if layout.groups[tensor.group].kind != "state" else hits
                 enough += _write(want, layout, tensor, here, TokenRange(start, tokens))
-            for have, should in zip(near, want, strict=True):
-                assert (have == should).all(), f"{name} {prefill} {decode} {tokens} {hits}: wrong bytes"
+            for how, result in (("direct", near), ("staged", staged)):
+                for have, should in zip(result, want, strict=True):
+                    assert (have == should).all(), f"{name} {prefill} {decode} {tokens} {hits}: {how}: wrong bytes"
             assert moved == enough, (
                 f"{name} {prefill} {decode} {tokens} {hits}: {moved} bytes moved; {enough} are enough"
             )
@@ -188,8 +207,11 @@ class Matrix:
     ok: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
+    correct: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By model and table."""
 
-    def add(self, answer: str) -> bool:
+    def add(self, name: str, table: str, answer: str) -> bool:
+        self.correct[name, table] += answer == "ok"
         if answer == "ok":
             self.ok += 1
             return True
@@ -222,13 +244,15 @@ def parallel(matrix: Matrix, name: str) -> None:
             for d_tp in TPS:
                 good = [
                     matrix.add(
+                        name,
+                        PARALLEL,
                         check(
                             name,
                             replace(BASE, tp=p_tp, pp=p_pp, memory="pages"),
                             replace(BASE, tp=d_tp, pp=d_pp, order=AxisOrder.HND, memory="cross", shuffle=7),
                             37,
                             hits=5,
-                        )
+                        ),
                     )
                     for p_pp, d_pp in itertools.product(PPS, PPS)
                 ]
@@ -252,13 +276,15 @@ def blocks(matrix: Matrix, name: str) -> None:
             for d_block in BLOCKS:
                 good = [
                     matrix.add(
+                        name,
+                        SIZES,
                         check(
                             name,
                             _sized(replace(BASE, tp=2, order=p_order), p_block, 150),
                             _sized(replace(BASE, order=d_order, memory="cross"), d_block, 150),
                             150,
                             hits=0,
-                        )
+                        ),
                     )
                     for p_order, d_order in itertools.product(ORDERS, ORDERS)
                 ]
@@ -282,6 +308,8 @@ def prefixes(matrix: Matrix, name: str, p_blocks: tuple[int, ...] = BLOCKS) -> N
             for d_block in BLOCKS:
                 good = [
                     matrix.add(
+                        name,
+                        PREFIXES,
                         check(
                             name,
                             _sized(replace(BASE, order=ORDERS[hits % 2]), p_block, 3 * d_block + 3),
@@ -290,7 +318,7 @@ def prefixes(matrix: Matrix, name: str, p_blocks: tuple[int, ...] = BLOCKS) -> N
                             ),
                             3 * d_block + 3,
                             hits=hits,
-                        )
+                        ),
                     )
                     for hits in range(3 * d_block + 1)
                 ]
@@ -305,7 +333,7 @@ def prefixes(matrix: Matrix, name: str, p_blocks: tuple[int, ...] = BLOCKS) -> N
     )
 
 
-PREFIX_MODELS = ("GQA, 3 heads", "full + sliding")
+PREFIX_MODELS = ("GQA, 3 heads", "MLA", "full + sliding", "Mamba hybrid")
 
 
 def run() -> Matrix:
@@ -322,5 +350,75 @@ def run() -> Matrix:
     return matrix
 
 
+def all_correct() -> Matrix:
+    """What run() comes to if nothing is refused."""
+    matrix = Matrix()
+    for name, table in itertools.product(MODELS, TABLES):
+        if table is not PREFIXES or name in PREFIX_MODELS:
+            matrix.correct[name, table] = TABLES[table]
+            matrix.ok += TABLES[table]
+    return matrix
+
+
+def page(matrix: Matrix) -> str:
+    """The summary in the docs."""
+    sizes = {"TP": TPS, "PP": PPS, "block": BLOCKS}
+    shown = {name: ", ".join(map(str, values)) for name, values in sizes.items()}
+    rows = [f"| | {' | '.join(TABLES)} |", "|---" * (len(TABLES) + 1) + "|"]
+    for name in MODELS:
+        cells = [
+            f"{matrix.correct[name, table]}/{TABLES[table]}" if (name, table) in matrix.correct else "-"
+            for table in TABLES
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    refusals = [f"* {count} times: {reason}" for reason, count in matrix.refused.most_common()]
+    return _PAGE.format(
+        **shown,
+        table="\n".join(rows),
+        ok=matrix.ok,
+        refused=sum(matrix.refused.values()),
+        refusals="\n".join(refusals) or "None.",
+    )
+
+
+_PAGE = """<!-- Made by `python -m tests.layout.matrix --page docs/reference/layout-matrix.md`. Do not edit. -->
+# What was tried: the matrix of layouts
+
+Every combination below is planned, copied and compared byte by byte, once with direct runs and once staged (packed,
+one run, unpacked): every byte that decode needs arrives, and no other byte of its cache changes. The format is
+[layout](layout.md); random pairs of everything else that it allows are tested beside this, in
+tests/layout/test_property.py.
+
+* **TP x TP, PP x PP**: tensor parallel sizes {TP} and pipeline sizes {PP} on both sides; prefill NHD on pages that
+  groups share, decode HND in blocks over all layers, with its regions and tensors in another order; 37 tokens, of which
+  decode has 5.
+* **block sizes x NHD/HND**: blocks of {block} tokens and NHD and HND on both sides, TP 2 to TP 1; 150 tokens.
+* **own prefixes**: the same block sizes; decode has 0, 1, 2, ... tokens of its own, up to three of its blocks.
+
+Correct / tried:
+
+{table}
+
+Correct: {ok}. Refused: {refused}.
+
+## Refusals
+
+{refusals}
+
+`python -m tests.layout.matrix` prints the tables field by field.
+"""
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the summary there")
+    args = parser.parse_args()
+    matrix = run()
+    sys.stdout.write("\n".join(matrix.lines) + "\n")
+    if args.page:
+        args.page.write_text(page(matrix))
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(run().lines) + "\n")
+    main()

@@ -1,10 +1,11 @@
 """The fixed matrix is correct everywhere; what is refused would be listed here."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.layout.matrix import BLOCKS, MODELS, PREFIX_MODELS, Matrix, blocks, parallel, prefixes
+from tests.layout.matrix import BLOCKS, MODELS, PREFIX_MODELS, Matrix, all_correct, blocks, page, parallel, prefixes
 
 
 @pytest.mark.slow
@@ -29,6 +30,11 @@ def test_a_prefix_of_any_length_is_not_copied_again(name: str, p_block: int) -> 
     matrix = Matrix()
     prefixes(matrix, name, (p_block,))
     _all_correct(matrix, sum(3 * size + 1 for size in BLOCKS))
+
+
+def test_the_page_in_the_docs_says_so() -> None:
+    committed = Path(__file__).parents[2] / "docs" / "reference" / "layout-matrix.md"
+    assert committed.read_text() == page(all_correct()), "python -m tests.layout.matrix --page FILE"
 
 
 def _all_correct(matrix: Matrix, num_cases: int) -> None:
