@@ -24,6 +24,7 @@ class Request:
     request_id: RequestId = R
     num_prompt_tokens: int = 32
     handoff: HandoffParams | None = None
+    on_failure: FailurePolicy | None = None
 
 
 @dataclass
@@ -221,7 +222,7 @@ def test_a_failed_rank_and_a_surviving_one_are_one_failure_told_after_the_surviv
     bad = Failed(T, request.request_id, "rank 1 lost", TokenRange(16, 16))
     assert half.update([StepReport(), StepReport(failed=(bad,))]).failed == ()
     outcome = half.update([StepReport(landed=(landed(),)), StepReport()])
-    assert (outcome.failed, outcome.landed, outcome.recompute) == ((bad,), (), True)
+    assert (outcome.failed, outcome.landed, outcome.fatal) == ((bad,), (), ())
     assert outcome.released == ()
     assert half.match(request, 16).reason == "rank 1 lost"
     assert half.update([StepReport(), StepReport(released=frozenset({T}))]).released == (T,)
@@ -331,3 +332,19 @@ def test_what_is_not_an_offer_cannot_be_withdrawn() -> None:
     started(half, decode_request())
     assert half.withdraw(T, "x") is False
     assert not half.build_orders().cancel
+
+
+@pytest.mark.parametrize("worker", list(FailurePolicy))
+@pytest.mark.parametrize("client", list(FailurePolicy))
+def test_the_client_may_choose_what_a_failure_does(worker: FailurePolicy, client: FailurePolicy) -> None:  # R29
+    half = make(policy=worker)
+    request = decode_request()
+    request.on_failure = client
+    started(half, request)
+    bad = Failed(T, R, "gone", TokenRange(16, 16))
+    outcome = half.update([StepReport(failed=(bad,))])
+    fails = client is FailurePolicy.FAIL
+    assert (outcome.fatal, outcome.failed) == (((bad,), ()) if fails else ((), (bad,)))
+    match = half.match(request, 16)
+    assert ("gone" in match.error) is fails
+    assert (match.reason == "gone") is not fails

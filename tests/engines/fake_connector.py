@@ -122,7 +122,8 @@ class FakeConnector:
         self.open.discard(request)
         start = self.cached.get(request, 0)
         failed = Failed(transfer, request, "the peer is gone", TokenRange(start, max(start, arrived)))
-        self.news.append(Outcome(failed=(failed,), released=(transfer,) if released else (), recompute=recompute))
+        ended = {"failed" if recompute else "fatal": (failed,)}
+        self.news.append(Outcome(**ended, released=(transfer,) if released else ()))
 
     def release(self, name: str) -> None:
         """No peer touches the transfer's blocks any more."""

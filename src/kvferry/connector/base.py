@@ -15,6 +15,7 @@ from typing import Protocol
 from kvferry.handoff.orders import Failed, Landed, StepOrders, StepReport
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
+from kvferry.settings import FailurePolicy
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
@@ -49,6 +50,11 @@ class RequestView(Protocol):
         """The request's kv_transfer_params, decoded; None for an ordinary request."""
         ...
 
+    @property
+    def on_failure(self) -> FailurePolicy | None:
+        """What the client wants if its KV does not arrive; None: what the worker's settings say. R29."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -66,17 +72,17 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became known since the last step, over all ranks; each transfer appears once in `landed` or `failed`.
+    """What became known since the last step, over all ranks; each transfer is once in `landed`, `failed` or `fatal`.
 
     `Landed.note`, if not empty, is a first token (wire.first_token) that no router could carry: push mode.
     """
 
     landed: tuple[Landed, ...] = ()
     failed: tuple[Failed, ...] = ()
-    """By `recompute`, the engine computes the request itself, or ends it with the reason. Its blocks stay the
-    connector's until `released`: give the request fresh ones."""
-    recompute: bool = True
-    """What to do with all of `failed`."""
+    """The engine computes these requests itself. Their blocks stay the connector's until `released`: give the requests
+    fresh ones, or, where `released` names the transfer too, keep what arrived whole."""
+    fatal: tuple[Failed, ...] = ()
+    """The engine ends these requests with the reason: their policy is to fail. Blocks as above."""
     released: tuple[TransferId, ...] = ()
     """Blocks held for these transfers are the engine's again."""
 

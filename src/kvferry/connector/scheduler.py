@@ -76,6 +76,7 @@ class _Wanted:
     engine: EngineId
     incarnation: Incarnation | None
     num_tokens: int
+    policy: FailurePolicy
     held: bool = False
     started: bool = False
     told: bool = False
@@ -94,6 +95,16 @@ class _Pending:
     hold: list[Hold] = field(default_factory=list)
     want: list[Want] = field(default_factory=list)
     cancel: list[Cancel] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _News:
+    """What one `update` found: an Outcome in the making."""
+
+    landed: list[Landed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    fatal: list[Failed] = field(default_factory=list)
+    released: list[TransferId] = field(default_factory=list)
 
 
 class HandoffScheduler:
@@ -153,6 +164,7 @@ class HandoffScheduler:
             engine=EngineId(str(params.remote_engine_id)),
             incarnation=Incarnation(params.remote_incarnation) if params.remote_incarnation else None,
             num_tokens=target,
+            policy=self._policy(request),
         )
         self._wanted[request.request_id] = entry
         self._by_transfer[transfer] = entry
@@ -162,14 +174,14 @@ class HandoffScheduler:
         """How many tokens after `num_cached_tokens` the prefill engine brings; `wait` while we shake hands."""
         entry = self._wanted.get(request.request_id)
         if entry is None or entry.started:
-            return self._without(request.request_id)
+            return self._without(request)
         assert request.handoff is not None, "only a request with handoff parameters is in _wanted"
         status, reason = self._meet(entry, request.handoff)
         if status is PeerStatus.ASKING:
             return Match(wait=True)
         if status is PeerStatus.REFUSED:
             self._give_up(entry, reason)
-            return self._without(request.request_id)
+            return self._without(request)
         return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
 
     def _meet(self, entry: _Wanted, params: HandoffParams) -> tuple[PeerStatus, str]:
@@ -181,9 +193,12 @@ class HandoffScheduler:
             self._next.hold.append(Hold(entry.transfer, entry.engine, view.incarnation))
         return view.status, view.reason
 
-    def _without(self, request: RequestId) -> Match:
-        reason = self._given_up.get(request, "")
-        if reason and self._settings.transfer.on_failure is FailurePolicy.FAIL:
+    def _policy(self, request: RequestView) -> FailurePolicy:
+        return request.on_failure or self._settings.transfer.on_failure
+
+    def _without(self, request: RequestView) -> Match:
+        reason = self._given_up.get(request.request_id, "")
+        if reason and self._policy(request) is FailurePolicy.FAIL:
             return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
         return Match(reason=reason)
 
@@ -358,57 +373,52 @@ class HandoffScheduler:
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
         """Join the ranks' reports: landed when all have landed, failed when all have ended and one failed."""
-        landed: list[Landed] = []
-        failed: list[Failed] = []
-        released: list[TransferId] = []
+        news = _News()
         for report in reports:
             for good in report.landed:
                 if (entry := self._decode_entry(good.transfer)) is not None:
                     entry.landed.append(good)
-                    self._conclude(entry, landed, failed, released)
+                    self._conclude(entry, news)
             for bad in report.failed:
                 if (entry := self._decode_entry(bad.transfer)) is not None:
                     entry.failed.append(bad)
-                    self._conclude(entry, landed, failed, released)
+                    self._conclude(entry, news)
             for transfer in report.released:
-                self._released(transfer, landed, failed, released)
-        recompute = self._settings.transfer.on_failure is FailurePolicy.RECOMPUTE
-        return Outcome(landed=tuple(landed), failed=tuple(failed), released=tuple(released), recompute=recompute)
+                self._released(transfer, news)
+        return Outcome(tuple(news.landed), tuple(news.failed), tuple(news.fatal), tuple(news.released))
 
     def _decode_entry(self, transfer: TransferId) -> _Wanted | None:
         entry = self._by_transfer.get(transfer)
         return entry if isinstance(entry, _Wanted) else None
 
-    def _released(
-        self, transfer: TransferId, landed: list[Landed], failed: list[Failed], released: list[TransferId]
-    ) -> None:
+    def _released(self, transfer: TransferId, news: _News) -> None:
         entry = self._by_transfer.get(transfer)
         if entry is None:
             logger.debug("release of an unknown transfer=%s", transfer)
             return
         entry.released_by += 1
         if isinstance(entry, _Wanted):
-            self._conclude(entry, landed, failed, released)
+            self._conclude(entry, news)
         elif entry.released_by == self._me.num_ranks:
             del self._by_transfer[transfer]
             if self._offered.get(entry.request) is entry:
                 del self._offered[entry.request]
-            released.append(transfer)
+            news.released.append(transfer)
 
-    def _conclude(self, entry: _Wanted, landed: list[Landed], failed: list[Failed], released: list[TransferId]) -> None:
+    def _conclude(self, entry: _Wanted, news: _News) -> None:
         """Called after each report about `entry`: has it ended, and are its blocks safe?"""
         if not entry.told and len(entry.landed) + len(entry.failed) == self._me.num_ranks:
             entry.told = True
             if not entry.failed:
                 self._forget(entry)
-                landed.append(_joined(entry.landed))
+                news.landed.append(_joined(entry.landed))
                 return
             worst = min(entry.failed, key=lambda one: one.arrived.stop)
             self._given_up[entry.request] = worst.reason
-            failed.append(worst)
+            (news.fatal if entry.policy is FailurePolicy.FAIL else news.failed).append(worst)
         if entry.told and len(entry.landed) + entry.released_by == self._me.num_ranks:
             self._forget(entry)
-            released.append(entry.transfer)
+            news.released.append(entry.transfer)
 
     def _forget(self, entry: _Wanted) -> None:
         self._wanted.pop(entry.request, None)

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId
+from kvferry.settings import FailurePolicy
 from kvferry.stats import HandoffTiming, PromptAccount
 from kvferry.wire.params import HandoffParams
 
@@ -98,6 +99,8 @@ class GenerateRequest:
     sampling: SamplingParams
     handoff: HandoffParams | None = None
     """kv_transfer_params: to compute only the prompt for another engine, or to take the prompt's KV from one."""
+    on_failure: FailurePolicy | None = None
+    """What to do if that KV does not arrive; None: what the worker's settings say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,24 +307,24 @@ class Engine:
                 output = self._land(request, landed)
                 if output is not None:
                     outputs.append(output)
-        for failed in outcome.failed:
+        for failed in (*outcome.failed, *outcome.fatal):
             request = self._requests.get(failed.request)
             if request is None or request.state is not State.WAITING_FOR_KV:
                 continue
+            logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
             request.handoff_open, request.handoff_over = False, True
             request.why = failed.reason
-            if outcome.recompute:
-                logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
-                self.scheduler.remove(request)
-                if failed.transfer in outcome.released:
-                    self._keep(request, failed)
-                    continue
-                self.scheduler.give_up_blocks(request, failed.transfer)
-                self.scheduler.enqueue(request)
-            else:
+            if failed in outcome.fatal:
                 self.blocks.hold(failed.transfer, request.block_ids)
                 request.block_ids = []
                 outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=failed.reason))
+                continue
+            self.scheduler.remove(request)
+            if failed.transfer in outcome.released:
+                self._keep(request, failed)
+            else:
+                self.scheduler.give_up_blocks(request, failed.transfer)
+                self.scheduler.enqueue(request)
         for transfer in outcome.released:
             self.blocks.release(transfer)
         return outputs

@@ -7,6 +7,7 @@ from kvferry.engines.mini.api import GenerateRequest, SamplingParams, TokenLogpr
 from kvferry.engines.mini.blocks import BlockHash
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
+from kvferry.settings import FailurePolicy
 from kvferry.stats import HandoffTiming, PromptAccount
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
@@ -70,6 +71,11 @@ class Request:
     def handoff(self) -> HandoffParams | None:
         """kv_transfer_params; None for an ordinary request."""
         return self.spec.handoff
+
+    @property
+    def on_failure(self) -> FailurePolicy | None:
+        """The client's own policy for a hand-off that fails."""
+        return self.spec.on_failure
 
     @property
     def num_prompt_tokens(self) -> int:

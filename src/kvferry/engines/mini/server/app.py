@@ -206,6 +206,7 @@ class WorkerServer:
             num_top_logprobs=num_logprobs,
             return_token_ids=bool(body.return_token_ids),
             handoff=handoff,
+            on_failure=body.kv_on_failure,
             why=request.headers.get("x-kvferry-why", ""),
         )
 

@@ -7,6 +7,7 @@ import msgspec
 from kvferry.engines.mini.api import SamplingParams
 from kvferry.errors import RequestError
 from kvferry.http.bodies import shown
+from kvferry.settings import FailurePolicy
 
 __all__ = ["ChatBody", "CommonBody", "CompletionBody", "sampling_of"]
 
@@ -43,6 +44,8 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     """Answer with `token_ids` in each choice (a name that vLLM gave)."""
     kv_transfer_params: dict[str, Any] | None = None
     """The hand-off, from the router or from prefill's answer."""
+    kv_on_failure: FailurePolicy | None = None
+    """What to do if the prompt's KV does not arrive: `recompute` it, or `fail`; None: as the worker was started."""
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.errors import FerryError
 from kvferry.http.errors import ApiError
 from kvferry.ids import RequestId
+from kvferry.settings import FailurePolicy
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["Generation", "Job"]
@@ -36,6 +37,7 @@ class Job:
     num_top_logprobs: int | None = None
     return_token_ids: bool = False
     handoff: HandoffParams | None = None
+    on_failure: FailurePolicy | None = None
     why: str = ""
     """Why the router sent this prompt without a hand-off."""
 
@@ -97,5 +99,6 @@ class Generation:
             prompt_token_ids=self._job.prompts[prompt_index].token_ids,
             sampling=self._job.samplings[choice],
             handoff=handoff,
+            on_failure=self._job.on_failure,
         )
         self._engine.submit(request, lambda event: self._events.put_nowait((index, event)))
