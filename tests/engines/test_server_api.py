@@ -134,6 +134,16 @@ async def test_seeded_choices_differ_by_their_number() -> None:
     assert [request.sampling.seed for request in worker.engine.added] == [10, 11, 12]
 
 
+async def test_a_request_may_say_what_a_failed_hand_off_does() -> None:  # R29
+    worker = ScriptedWorker()
+    async with listening(worker) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        for wanted in ("fail", "recompute"):
+            extra = {"kv_on_failure": wanted}
+            await client.completions.create(model="tiny", prompt="Hi", max_tokens=2, extra_body=extra)
+        await client.completions.create(model="tiny", prompt="Hi", max_tokens=2)
+    assert [request.on_failure for request in worker.engine.added] == ["fail", "recompute", None]
+
+
 async def test_other_choices_start_when_the_first_has_a_token() -> None:
     worker = ScriptedWorker()
     worker.engine.steps_left = 0
