@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-unit test-process check fix bench sim docs setup clean chaos
+.PHONY: help demo test test-unit test-pure test-process chaos check fix bench sim docs setup clean chaos
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -22,14 +22,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
 	$(BIN)/kvferry demo
 
-test: setup  ## all the tests
-	$(BIN)/python -m pytest
+test: test-pure test-process  ## all the tests
 
-test-unit: setup  ## no process, no model: seconds
-	$(BIN)/python -m pytest -m 'not process and not engine and not slow'
+test-unit: setup  ## no process, no model, nothing slow: a minute or two
+	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow'
 
-test-process: setup  ## real processes over real NIXL
-	$(BIN)/python -m pytest -m process
+test-pure: setup  ## no process, no model, on all cores; also the slow ones: simulator, layout matrix
+	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine'
+
+test-process: setup  ## models, and real processes over real NIXL: one after the other
+	$(BIN)/python -m pytest -q -m 'process or engine' --durations=15
 
 check: setup  ## formatting, lint, types, architecture
 	$(BIN)/ruff format --check src tests
