@@ -156,7 +156,11 @@ def test_a_thousand_refusals_leave_a_real_worker_as_it_was(fleet: Fleet) -> None
         refuse(100)  # what is made once
         before = _holds(p.pid)
         refuse(1000)
-        eventually("descriptors and threads as before", lambda: _holds(p.pid)[:2] == before[:2])
+        # No more than before: the last connections of the first hundred may have been open still when it was counted.
+        eventually(
+            f"at most {before[:2]} descriptors and threads",
+            lambda: all(now <= then for now, then in zip(_holds(p.pid)[:2], before[:2], strict=True)),
+        )
         assert _holds(p.pid)[2] - before[2] < 8 << 20
     finally:
         client.close()
