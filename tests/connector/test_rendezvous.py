@@ -161,3 +161,15 @@ def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
     d = world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     assert [peer.engine for peer in p.rendezvous.peers()] == ["d"]
+
+
+def test_a_question_that_timed_out_while_nobody_looked_does_not_cost_the_next_request(world: World) -> None:
+    """The engine asked, then had nothing to do: the old incarnation's silence is no answer of the new one."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    host, port = p.rendezvous.host, p.rendezvous.port
+    world.close(p)
+    assert d.rendezvous.view(P, Incarnation("p1"), host, port).status is PeerStatus.ASKING
+    world.clock.advance(5.0)
+    p = world.end("p", "p2", Role.PREFILL, port=port)
+    assert d.view(p, P).status is PeerStatus.ASKING, "the new incarnation is asked at once"
+    assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))

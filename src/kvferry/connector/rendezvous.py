@@ -71,6 +71,8 @@ class Rendezvous:
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Where that engine stands; asks it if that is due. Never blocks."""
         desk = self._open_desk()
+        if len(self._client):
+            self._pump(desk)  # a question that ended while nobody looked must not be taken for one under way
         peer = desk.want(engine, incarnation, host, port, self._clock.now_s())
         if peer.state is not PeerState.ACCEPTED:
             self._pump(desk)

@@ -71,6 +71,8 @@ class Peer:
     reason: str = ""
     """Of REFUSED and LOST: why, with the remedy."""
     since_s: float = 0.0
+    asked_s: float = float("-inf")
+    """When the last question to it was sent."""
     retry_at_s: float = 0.0
     failures: int = 0
     former: tuple[tuple[Incarnation, str], ...] = ()
@@ -126,7 +128,7 @@ class PeerBook:
             return restarted and now_s >= peer.retry_at_s
         if restarted and incarnation != peer.wanted:
             # The gap is for requests that name a new incarnation each: they cost a handshake in a while.
-            return now_s - peer.since_s >= self._back_off.lost_first_s
+            return now_s - peer.asked_s >= self._back_off.lost_first_s
         return now_s >= peer.retry_at_s
 
     def asking(
@@ -144,7 +146,12 @@ class PeerBook:
                 peer = Peer(engine=engine)
             # Also where an older incarnation is accepted: its hand-offs go on until it is replaced or gone.
             self._peers[engine] = replace(
-                peer, state=PeerState.ASKING, address=address or peer.address, since_s=now_s, wanted=incarnation
+                peer,
+                state=PeerState.ASKING,
+                address=address or peer.address,
+                since_s=now_s,
+                asked_s=now_s,
+                wanted=incarnation,
             )
             return ""
 
