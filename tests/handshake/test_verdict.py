@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from kvferry.handshake.facts import Fact, Facts
 from kvferry.handshake.spec import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
+from kvferry.settings import Role
 from tests.handshake.examples import decode_facts, facts
 from tests.handshake.test_facts import VALUES
 from tests.handshake.test_flips import FLIPS
@@ -101,3 +103,9 @@ def test_json_has_the_promised_names() -> None:
 def test_a_peers_value_is_quoted_in_what_a_person_may_paste() -> None:
     answer = verdict(decode_facts(), facts().replace({"kv.dtype": "x; rm -rf ~ {model}\n"}))
     assert answer.rows[0].mend_a == "kvferry serve --dtype 'x; rm -rf ~ {model}\\n'"
+
+
+@pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, "decode"), (Role.DECODE, "prefill")])
+def test_of_two_alike_one_is_told_to_take_the_other_role(role: Role, other: str) -> None:  # R10
+    row = verdict(facts(role=role), facts(role=role)).blocking()[0]
+    assert row.remedy() == f"on a: kvferry serve --role {other}, or on b: kvferry serve --role {other}"

@@ -234,11 +234,13 @@ def _version_key(value: FactValue) -> list[int]:
 
 
 def _mend(spec: FactSpec, mine: Facts, theirs: Facts) -> str:
-    """What to type on the side of `mine`, to get what `theirs` has."""
+    """What to type on the side of `mine`, to fit what `theirs` has."""
     settings: Mapping[str, str] = spec.settings
     engine = mine.get("engine.name")
     template = settings.get(engine if isinstance(engine, str) else "", settings.get("", "set it to {value}"))
     value, model = theirs.get(spec.name), theirs.get("model.id")
+    if spec.complement and value is not None:
+        value = str(Role.DECODE if value == Role.PREFILL else Role.PREFILL)
     if value is None:
         text = _fill(template, "...", "...").removeprefix("kvferry serve ")
         return f"take {text} away, as the other side has none" if text.startswith("-") else text
