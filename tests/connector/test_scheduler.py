@@ -40,10 +40,14 @@ class Board:
 
 
 def make(
-    board: Board | None = None, *, policy: FailurePolicy = FailurePolicy.RECOMPUTE, tp_size: int = 1
+    board: Board | None = None,
+    *,
+    policy: FailurePolicy = FailurePolicy.RECOMPUTE,
+    tp_size: int = 1,
+    mode: TransferMode = TransferMode.PULL,
 ) -> HandoffScheduler:
     identity = EngineIdentity(EngineId("me"), Incarnation("1"), "127.0.0.1", 5600, tp_size=tp_size)
-    settings = FerrySettings(transfer=TransferSettings(on_failure=policy))
+    settings = FerrySettings(transfer=TransferSettings(on_failure=policy, mode=mode))
     return make_scheduler(identity, board or Board(), settings)
 
 
@@ -147,6 +151,38 @@ def test_a_preempted_prefill_keeps_its_blocks_under_the_old_grant_and_offers_ane
     assert second not in (None, first)
     assert half.update([StepReport(released=frozenset({first}))]).released == (first,)
     assert half.update([StepReport(released=frozenset({TransferId(str(second))}))]).released == (second,)
+
+
+def test_a_preempted_prefill_does_not_offer_again_under_the_router_s_id() -> None:  # R17: one dispatch, one id
+    half = make()
+    request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
+    half.computed(request, TABLES, 16)
+    assert half.preempted(request) == T
+    half.computed(request, TABLES, 16)
+    transfer, params = half.request_finished(request, TABLES, 32, first_token=None, aborted=False)
+    assert transfer not in (None, T)
+    assert params is not None
+    assert params.transfer_id == transfer
+    assert half.update([StepReport(released=frozenset({T}))]).released == (T,)
+
+
+def test_a_preempted_push_is_over_for_decode_was_told() -> None:
+    half = make(mode=TransferMode.PUSH)
+    request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
+    half.computed(request, TABLES, 16)
+    assert half.preempted(request) == T
+    half.build_orders()
+    half.computed(request, TABLES, 16)
+    assert half.request_finished(request, TABLES, 32, first_token=None, aborted=False) == (None, None)
+    assert not half.build_orders()
+
+
+def test_an_id_that_serves_another_request_is_not_taken_twice() -> None:
+    half = make()
+    twin = Request(request_id=RequestId("r-2"), handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
+    half.computed(Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T)), TABLES, 16)
+    half.computed(twin, TABLES, 16)
+    assert len({offer.transfer for offer in half.build_orders().offer}) == 2
 
 
 def test_decode_asks_only_for_what_it_has_not_cached() -> None:  # R30

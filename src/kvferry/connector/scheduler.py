@@ -128,6 +128,8 @@ class HandoffScheduler:
         self._wanted: dict[RequestId, _Wanted] = {}
         self._by_transfer: dict[TransferId, _Offered | _Wanted] = {}
         self._given_up: dict[RequestId, str] = {}
+        self._preempted: set[RequestId] = set()
+        """Prefill requests whose first offer was taken back."""
         self._next = _Pending()
 
     # Arrival and matching
@@ -242,7 +244,13 @@ class HandoffScheduler:
         """Offer what is stored so far; the peer may take it while the next chunk is computed."""
         if request.handoff is None or not request.handoff.do_remote_decode or not self._settings.transfer.progress:
             return
+        if self._has_lost_its_peer(request):
+            return
         self._offer(request, tables, num_computed_tokens, final=False, note=b"")
+
+    def _has_lost_its_peer(self, request: RequestView) -> bool:
+        """Push: decode was told that the hand-off failed, and goes on alone; nobody will learn of a new one."""
+        return self.mode is TransferMode.PUSH and request.request_id in self._preempted
 
     def _offer(
         self, request: RequestView, tables: Sequence[BlockTable], num_tokens: int, *, final: bool, note: bytes
@@ -250,7 +258,10 @@ class HandoffScheduler:
         entry = self._offered.get(request.request_id)
         if entry is None:
             assert request.handoff is not None, "only a do_remote_decode request is offered"
-            transfer = TransferId(request.handoff.transfer_id or f"{self._me.engine}-{secrets.token_hex(8)}")
+            transfer = TransferId(request.handoff.transfer_id or "")
+            if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
+                # One dispatch, one id: the one that was asked for is withdrawn, or serves another request.
+                transfer = TransferId(f"{self._me.engine}-{secrets.token_hex(8)}")
             entry = _Offered(request.request_id, transfer)
             self._offered[request.request_id] = entry
             self._by_transfer[transfer] = entry
@@ -275,6 +286,20 @@ class HandoffScheduler:
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """See SchedulerHalf. A prefill request that ends well is offered; one that doesn't is withdrawn."""
         self._given_up.pop(request.request_id, None)
+        aborted = aborted or self._has_lost_its_peer(request)
+        result = self._finished(request, tables, num_computed_tokens, first_token, aborted=aborted)
+        self._preempted.discard(request.request_id)
+        return result
+
+    def _finished(
+        self,
+        request: RequestView,
+        tables: Sequence[BlockTable],
+        num_computed_tokens: int,
+        first_token: FirstToken | None,
+        *,
+        aborted: bool,
+    ) -> tuple[TransferId | None, HandoffParams | None]:
         wanted = self._wanted.get(request.request_id)
         if wanted is not None:
             return (None if wanted.told else self._decode_ended(wanted)), None
@@ -354,6 +379,7 @@ class HandoffScheduler:
         entry = self._offered.pop(request.request_id, None)
         if entry is None:
             return None
+        self._preempted.add(request.request_id)
         self._next.offer.pop(entry.transfer, None)
         self._next.withdraw.append(Withdraw(entry.transfer, "prefill ran out of blocks and preempted the request"))
         return entry.transfer
