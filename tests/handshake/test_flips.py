@@ -182,3 +182,15 @@ def test_the_older_side_is_told_to_upgrade() -> None:  # R10
 def test_engine_fits_itself() -> None:
     assert verdict(facts(), decode_facts()).kind is VerdictKind.COMPATIBLE
     assert ENGINE.model_id
+
+
+@pytest.mark.parametrize("engine", ["mini", "vllm", "other"])
+@pytest.mark.parametrize("name", [name for name, spec in FACTS.items() if spec.kind is FactKind.MUST_MATCH])
+def test_a_remedy_says_what_to_do_whichever_side_has_nothing(name: str, engine: str) -> None:  # R10
+    on_prefill, on_decode = FLIPS[name]
+    for one, other in ((on_prefill, on_decode), (on_decode, on_prefill)):
+        rows = verdict(facts(engine=engine, **one), decode_facts(engine=engine, **other)).blocking()
+        for mend in (mend for row in rows for mend in (row.mend_a, row.mend_b)):
+            assert len(mend) > 12, mend
+            assert not mend.startswith("has no setting"), mend
+            assert "change it on the other side" not in mend, "neither side could"

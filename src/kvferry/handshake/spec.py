@@ -7,7 +7,7 @@ from enum import StrEnum
 from kvferry.handshake.engine import EngineDescription
 from kvferry.handshake.values import FactValue
 
-__all__ = ["NO_SETTING", "Change", "FactKind", "FactSpec", "Read", "flag"]
+__all__ = ["NO_SETTING", "NO_SETTING_ON_EITHER", "Change", "FactKind", "FactSpec", "Read", "flag"]
 
 
 class FactKind(StrEnum):
@@ -60,6 +60,7 @@ class FactSpec:
 
 
 NO_SETTING = "kvferry serve has no setting for it: change it on the other side"
+NO_SETTING_ON_EITHER = "serve the same checkpoint, drafter included, with the same kvferry as the other side"
 """What a side is told that cannot be changed; the verdict then names the other side."""
 
 

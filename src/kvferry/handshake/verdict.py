@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.spec import NO_SETTING, Change, FactKind, FactSpec
+from kvferry.handshake.spec import NO_SETTING, NO_SETTING_ON_EITHER, Change, FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
@@ -195,7 +195,9 @@ def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -
         why = "strict mode compares it; without strict mode it is bridged"
     mend_a, mend_b = _mend(spec, a, b), _mend(spec, b, a)
     change = _change(spec.change, name, a, b)
-    if (mend_a == NO_SETTING) != (mend_b == NO_SETTING):
+    if mend_a == mend_b == NO_SETTING:
+        mend_a = mend_b = NO_SETTING_ON_EITHER
+    elif NO_SETTING in (mend_a, mend_b):
         change = Side.B if mend_a == NO_SETTING else Side.A
     return Row(name, kind, value_a, value_b, change, mend_a, mend_b, why)
 
@@ -241,7 +243,7 @@ def _mend(spec: FactSpec, mine: Facts, theirs: Facts) -> str:
     value, model = theirs.get(spec.name), theirs.get("model.id")
     if spec.complement and value is not None:
         value = str(Role.DECODE if value == Role.PREFILL else Role.PREFILL)
-    if value is None:
+    if value is None and "{value}" in template:
         text = _fill(template, "...", "...").removeprefix("kvferry serve ")
         return f"take {text} away, as the other side has none" if text.startswith("-") else text
     return _fill(template, _typed(value), _typed(model) if isinstance(model, str) else "the same model")
