@@ -72,6 +72,9 @@ class Worker:
     released: list[dict[str, Any]] = field(default_factory=list)
     """What the router gave up."""
     listener: Listener | None = None
+    deaf: bool = False
+    """It answers no health check, as a process that is stopped."""
+    num_checks: int = 0
 
     def __post_init__(self) -> None:
         self.info = {
@@ -103,6 +106,9 @@ class Worker:
             await self.listener.stop()
 
     async def _describe(self, _: web.Request) -> web.Response:
+        self.num_checks += 1
+        if self.deaf:
+            await asyncio.Event().wait()
         return web.Response(status=404) if self.info is None else web.json_response(self.info)
 
     async def _release(self, request: web.Request) -> web.Response:

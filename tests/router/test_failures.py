@@ -360,4 +360,7 @@ def test_addresses_must_be_addresses() -> None:
         Router(["http://p"], [])
     with pytest.raises(ConfigError, match=r"router.health_every_s=0"):
         RouterSettings(health_every_s=0)
+    with pytest.raises(ConfigError, match=r"router.hung_after_s=-1"):
+        RouterSettings(hung_after_s=-1)
+    assert RouterSettings(hung_after_s=0).hung_after_s == 0
     assert FAST.health_every_s < 1

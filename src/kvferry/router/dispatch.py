@@ -26,12 +26,13 @@ from aiohttp import web
 
 from kvferry.http.errors import ApiError, request_id_of
 from kvferry.http.records import header_value
+from kvferry.router.answers import WorkerFailed
 from kvferry.router.bodies import ClientBody, PrefillAnswer, check_choices
 from kvferry.router.metrics import RouterMetrics
 from kvferry.router.relay import from_prefill, relay
 from kvferry.router.releases import Releases
 from kvferry.router.settings import RouterSettings
-from kvferry.router.upstream import Upstream, WorkerFailed
+from kvferry.router.upstream import Upstream
 from kvferry.router.workers import Fleet, Worker
 from kvferry.settings import TransferMode
 
@@ -167,7 +168,7 @@ class Dispatch:
                 self._metrics.on_route(route)
                 self._metrics.on_first_byte(time.monotonic() - self._began_s, headers)
 
-            return await relay(self._request, self._upstream, worker, answer, served, on_begin)
+            return await relay(self._request, worker, answer, served, on_begin)
 
     # ---- prefill, pull ----
 
@@ -217,8 +218,8 @@ class Dispatch:
             if response.status >= 400:  # the client's error: it would be the same anywhere
                 self._offer = None
                 headers = self._served_by("prefill", prefill, None, "")
-                raise _Answered(await relay(self._request, self._upstream, prefill, response, headers, _nothing))
-            raw = await self._upstream.read(prefill, response)
+                raise _Answered(await relay(self._request, prefill, response, headers, _nothing))
+            raw = await response.read()
         try:
             return raw, msgspec.json.decode(raw, type=PrefillAnswer)
         except msgspec.MsgspecError as error:

@@ -4,14 +4,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
 from kvferry.http.errors import ApiError, request_id_of
 from kvferry.http.records import HEADER_PREFIX
+from kvferry.router.answers import Answer, WorkerFailed
 from kvferry.router.bodies import ClientBody
-from kvferry.router.upstream import Upstream, WorkerFailed
 from kvferry.router.workers import Worker
 
 __all__ = ["from_prefill", "relay"]
@@ -23,9 +22,8 @@ _PASSED_ON = frozenset({"content-type", "content-encoding", "cache-control", "re
 
 async def relay(
     request: web.Request,
-    upstream: Upstream,
     worker: Worker,
-    answer: aiohttp.ClientResponse,
+    answer: Answer,
     headers: Mapping[str, str],
     on_begin: Callable[[Mapping[str, str]], None],
 ) -> web.StreamResponse:
@@ -35,10 +33,10 @@ async def relay(
     """
     merged = {**_passed_on(answer.headers), **headers, "X-Request-Id": request_id_of(request)}
     if answer.content_type != "text/event-stream":
-        body = await upstream.read(worker, answer)
+        body = await answer.read()
         on_begin(merged)
         return web.Response(status=answer.status, body=body, headers=merged)
-    chunk = await upstream.read_some(worker, answer)
+    chunk = await answer.read_some()
     if not chunk:
         raise WorkerFailed(worker, "ended its stream before it began", reached=True)
     response = web.StreamResponse(status=answer.status, headers=merged)
@@ -47,7 +45,7 @@ async def relay(
     try:
         while chunk:
             await response.write(chunk)
-            chunk = await upstream.read_some(worker, answer)
+            chunk = await answer.read_some()
     except WorkerFailed as failure:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, failure)
         error = ApiError(

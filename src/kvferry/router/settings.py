@@ -29,6 +29,11 @@ class RouterSettings:
     health_timeout_s: float = 5.0
     """A worker that does not answer that for this long is down."""
 
+    hung_after_s: float = 10.0
+    """A worker that has answered no health check for this long since the first that failed is waited for no more: a
+    request that waits as long already goes elsewhere, a stream ends with an error. One that answers them may take its
+    time. 0: never."""
+
     release_timeout_s: float = 5.0
     """Prefill is told for this long that nobody will take a hand-off; then its lease ends it."""
 
@@ -41,5 +46,8 @@ class RouterSettings:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if not value > 0:
+            if name == "hung_after_s":
+                if not value >= 0:
+                    raise ConfigError(f"router.{name}={value!r} must be 0 or above")
+            elif not value > 0:
                 raise ConfigError(f"router.{name}={value!r} must be above 0")

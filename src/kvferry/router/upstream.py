@@ -1,39 +1,23 @@
-"""Requests to workers: one attempt, its time limits, and its failures told apart."""
+"""Requests to workers: one attempt, until its answer has begun."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
 
-from kvferry.errors import PeerError
+from kvferry.router.answers import Answer, WorkerFailed
 from kvferry.router.settings import RouterSettings
 from kvferry.router.workers import Worker, reason_of
 
-__all__ = ["Upstream", "WorkerFailed"]
+__all__ = ["Upstream"]
 
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = frozenset({429})
 """Client errors that another worker may not have."""
-
-
-class WorkerFailed(PeerError):
-    """A worker did not answer as it should, and nothing of its answer has gone to the client."""
-
-    def __init__(
-        self, worker: Worker, reason: str, *, reached: bool, status: int = 502, answered: bool = False
-    ) -> None:
-        super().__init__(f"{worker.name} ({worker.url}) {reason}")
-        self.worker = worker
-        self.reached = reached
-        """It may have worked on the request."""
-        self.answered = answered
-        """It said itself that it failed: nothing of the request is left there."""
-        self.status = status
-        """What the client is told, if nobody else can help: 503 for overload, 504 for a time-out, else 502."""
 
 
 class Upstream:
@@ -65,60 +49,65 @@ class Upstream:
     @asynccontextmanager
     async def post(
         self, worker: Worker, path: str, body: bytes, headers: Mapping[str, str], *, headers_within_s: float
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Answer]:
         """The answer's status and headers are here; its body is to be read. A 5xx, or a 429, is a WorkerFailed.
 
         Leaving the context before the whole body was read closes the connection, which aborts the request upstream.
         """
+        with worker.busy():
+            response = await self._begin(worker, worker.url + path, body, headers, headers_within_s)
+            answer = Answer(worker, response, self._settings.between_bytes_timeout_s)
+            try:
+                with worker.ending(answer):
+                    if answer.status >= 500 or answer.status in _ELSEWHERE:
+                        raise await _refusal(worker, answer)
+                    yield answer
+            finally:
+                answer.close()
+
+    async def _begin(
+        self, worker: Worker, url: str, body: bytes, headers: Mapping[str, str], within_s: float
+    ) -> aiohttp.ClientResponse:
         # Pauses within the answer are timed where it is read.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s)
-        with worker.busy():
-            try:
-                async with asyncio.timeout(headers_within_s):
-                    response = await self.session.post(worker.url + path, data=body, headers=headers, timeout=timeout)
-            except TimeoutError as error:
-                kind = isinstance(error, aiohttp.ConnectionTimeoutError)
-                reason = "takes no connection" if kind else f"has not begun to answer in {headers_within_s:g} s"
-                raise WorkerFailed(worker, reason, reached=not kind, status=504) from error
-            except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
-                raise WorkerFailed(worker, reason_of(error), reached=False) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", reached=True) from error
-            try:
-                if response.status >= 500 or response.status in _ELSEWHERE:
-                    raise await self._refusal(worker, response)
-                yield response
-            finally:
-                if response.content.at_eof():
-                    response.release()
-                else:
-                    response.close()
-
-    async def _refusal(self, worker: Worker, response: aiohttp.ClientResponse) -> WorkerFailed:
-        body = await self.read(worker, response)
-        status = 503 if response.status in (429, 503) else 502
-        return WorkerFailed(
-            worker, f"answered {response.status}: {_message_in(body)}", reached=True, status=status, answered=True
-        )
-
-    async def read(self, worker: Worker, response: aiohttp.ClientResponse) -> bytes:
-        """The whole body. Raises WorkerFailed if it breaks off."""
-        return await self._timed(worker, response.read())
-
-    async def read_some(self, worker: Worker, response: aiohttp.ClientResponse) -> bytes:
-        """The next bytes, as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""
-        return await self._timed(worker, response.content.readany())
-
-    async def _timed(self, worker: Worker, reading: Coroutine[None, None, bytes]) -> bytes:
-        limit_s = self._settings.between_bytes_timeout_s
+        limit = asyncio.timeout(within_s)
+        wait = _Begin(limit)
         try:
-            async with asyncio.timeout(limit_s):
-                return await reading
+            async with limit:
+                with worker.ending(wait):
+                    return await self.session.post(url, data=body, headers=headers, timeout=timeout)
         except TimeoutError as error:
-            reason = f"paused for {limit_s:g} s in its answer"
-            raise WorkerFailed(worker, reason, reached=True, status=504) from error
+            kind = isinstance(error, aiohttp.ConnectionTimeoutError)
+            reason = "takes no connection" if kind else wait.reason or f"has not begun to answer in {within_s:g} s"
+            raise WorkerFailed(worker, reason, reached=not kind, status=504) from error
+        except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
+            raise WorkerFailed(worker, reason_of(error), reached=False) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise WorkerFailed(worker, f"broke off its answer: {reason_of(error)}", reached=True) from error
+            raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", reached=True) from error
+
+
+class _Begin:
+    """The wait for status and headers. A `Wait` of its worker."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.reason = ""
+        """Why it was given up before its limit."""
+        self.waiting_since_s: float | None = asyncio.get_running_loop().time()
+        self._limit = limit
+
+    def give_up(self, reason: str) -> None:
+        """End the wait now."""
+        if not self._limit.expired():
+            self.reason = reason
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+
+async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
+    body = await answer.read()
+    status = 503 if answer.status in (429, 503) else 502
+    return WorkerFailed(
+        worker, f"answered {answer.status}: {_message_in(body)}", reached=True, status=status, answered=True
+    )
 
 
 class _Error(msgspec.Struct, frozen=True):

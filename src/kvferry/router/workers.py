@@ -3,13 +3,20 @@
 Life of a worker: UNKNOWN (never answered) -> UP <-> DOWN (with the reason). A worker is UP again with its first good
 answer, whatever its incarnation: a restart needs no more than that. `state` beside it is the worker's own word, for
 example `draining`: it is well, and gets nothing new.
+
+A worker is silent from the first health check that got no answer at all (any answer, or a refused connection, ends
+that: where a process ended, its open connections end as well). Each further check that gets none, once it has been
+silent for `hung_after_s`, ends the waits for it that have lasted as long: a stopped process, a lost network. The checks
+decide, not a timer, so a router that stood still itself asks again before it gives up.
 """
 
 import asyncio
+import errno
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import aiohttp
 import msgspec
@@ -19,9 +26,24 @@ from kvferry.router.pairing import why_not
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role
 
-__all__ = ["Fleet", "Worker"]
+__all__ = ["Fleet", "Wait", "Worker"]
 
 logger = logging.getLogger(__name__)
+
+
+_NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
+"""The host answers nothing. Others, as a refused connection or a name that is not found, say nothing of the worker."""
+
+
+class Wait(Protocol):
+    """Something of the router that waits for a worker's headers or bytes."""
+
+    waiting_since_s: float | None
+    """Loop time since when it waits for the next bytes; None: it doesn't at the moment."""
+
+    def give_up(self, reason: str) -> None:
+        """End the wait, as a failure of the worker with this reason. Never blocks; nothing if it has just ended."""
+        ...
 
 
 class Worker:
@@ -34,9 +56,12 @@ class Worker:
         self.info: WorkerInfo | None = None
         self.down: str | None = "it has not answered yet"
         """Why it cannot be reached; None: it can."""
+        self.silent_since_s: float | None = None
+        """Loop time of the first health check without an answer; None: the last one had one."""
         self.num_open = 0
         self.num_failures = 0
         self.last_pick = 0
+        self._waits: set[Wait] = set()
 
     @property
     def name(self) -> str:
@@ -65,6 +90,22 @@ class Worker:
             yield
         finally:
             self.num_open -= 1
+
+    @contextmanager
+    def ending(self, wait: Wait) -> Iterator[None]:
+        """Have this wait given up within the context if the worker hangs."""
+        self._waits.add(wait)
+        try:
+            yield
+        finally:
+            self._waits.discard(wait)
+
+    def end_waits(self, since_s: float, reason: str) -> int:
+        """Give up the waits that began at `since_s` (loop time) or before. Returns how many."""
+        ended = [w for w in self._waits if w.waiting_since_s is not None and w.waiting_since_s <= since_s]
+        for wait in ended:
+            wait.give_up(reason)
+        return len(ended)
 
 
 class Fleet:
@@ -103,21 +144,37 @@ class Fleet:
         timeout = aiohttp.ClientTimeout(
             total=self._settings.health_timeout_s, sock_connect=self._settings.connect_timeout_s
         )
+        silent = False
         try:
             async with session.get(f"{worker.url}/v1/kvferry", timeout=timeout) as response:
                 body = await response.read()
-                if response.status != 200:
+                if response.status == 200:
+                    self._mark_up(worker, msgspec.json.decode(body, type=WorkerInfo))
+                else:
                     self.mark_down(worker, f"GET /v1/kvferry answered {response.status}: is it a kvferry worker?")
-                    return
-                info = msgspec.json.decode(body, type=WorkerInfo)
         except msgspec.MsgspecError as error:
             self.mark_down(worker, f"GET /v1/kvferry is not what a worker of this version says: {error}")
         except TimeoutError:
+            silent = True
             self.mark_down(worker, f"no answer to GET /v1/kvferry in {self._settings.health_timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
+            silent = isinstance(error, OSError) and error.errno in _NOBODY_THERE
             self.mark_down(worker, reason_of(error))
-        else:
-            self._mark_up(worker, info)
+        self._note_silence(worker, silent)
+
+    def _note_silence(self, worker: Worker, silent: bool) -> None:
+        """A health check has ended, with no answer at all if `silent`."""
+        now_s = asyncio.get_running_loop().time()
+        if not silent:
+            worker.silent_since_s = None
+        elif worker.silent_since_s is None:
+            worker.silent_since_s = now_s
+        elif (limit_s := self._settings.hung_after_s) and (for_s := now_s - worker.silent_since_s) >= limit_s:
+            reason = f"has not answered its health checks for {for_s:.3g} s"
+            if num_ended := worker.end_waits(now_s - limit_s, reason):
+                logger.warning(
+                    "worker hangs peer=%s url=%s ended=%d cause=%s", worker.name, worker.url, num_ended, reason
+                )
 
     def _mark_up(self, worker: Worker, info: WorkerInfo) -> None:
         known = worker.info

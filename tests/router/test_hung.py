@@ -1,0 +1,270 @@
+"""A worker that stands still (SIGSTOP, a lost network) holds nobody; one that is only busy is never cut.
+
+The limits on a wait are left at their minutes: a test that ends within its time was ended by the health checks.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvferry.router.settings import RouterSettings
+from kvferry.router.workers import Fleet
+from tests.engines.scripted_engine import until
+from tests.router.scripted_worker import (
+    STREAM,
+    Asked,
+    Script,
+    Worker,
+    a_decode,
+    a_prefill,
+    decode_script,
+    fleet,
+    hanging,
+    prefill_script,
+)
+from tests.router.test_dispatch import BODY, post
+
+SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1)
+NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.05, hung_after_s=0)
+both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
+streamed_or_not = pytest.mark.parametrize("stream", [False, True])
+
+
+def stops(worker: list[Worker], sent: bytes | None = None) -> Script:
+    """It is stopped while it works on the request, after `sent`; None: before its headers."""
+
+    async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if sent is not None:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            if sent:
+                await response.write(sent)
+        worker[0].deaf = True
+        return await hanging(request, asked)
+
+    return script
+
+
+def a_stopping_decode(mode: str, sent: bytes | None = None) -> Worker:
+    itself: list[Worker] = []
+    itself.append(a_decode("d0", stops(itself, sent), mode=mode))
+    return itself[0]
+
+
+async def checked(worker: Worker, times: int = 12) -> None:
+    """Its health was asked for that many times more."""
+    target = worker.num_checks + times
+    await until(lambda: worker.num_checks >= target)
+
+
+@both_modes
+@streamed_or_not
+async def test_a_decode_that_hangs_before_its_headers_is_replaced(mode: str, stream: bool) -> None:
+    p, d0, d1 = a_prefill(mode=mode), a_stopping_decode(mode), a_decode("d1", mode=mode)
+    async with fleet(p, d0, d1, settings=SOON) as (url, router):
+        response, _raw = await post(url, {**BODY, "stream": stream})
+        assert (response.status, response.headers["x-kvferry-decode"]) == (200, "d1")
+        assert router.fleet.decode[0].num_failures == 1
+        await until(lambda: d0.asked[0].cancelled)
+    ids = [asked.body["kv_transfer_params"]["transfer_id"] for asked in p.asked]
+    assert len(set(ids)) == 2  # the worker may have claimed the first hand-off
+    assert [one["transfer_id"] for one in p.released] == ids[:1]
+
+
+@both_modes
+async def test_a_decode_that_hangs_after_its_headers_is_replaced(mode: str) -> None:
+    p, d0, d1 = a_prefill(mode=mode), a_stopping_decode(mode, b""), a_decode("d1", mode=mode)
+    async with fleet(p, d0, d1, settings=SOON) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": True})
+        await until(lambda: d0.asked[0].cancelled)
+    assert (response.status, raw, response.headers["x-kvferry-decode"]) == (200, STREAM, "d1")
+
+
+@both_modes
+async def test_a_stream_whose_decode_hangs_ends_with_the_error(mode: str) -> None:
+    d0, d1 = a_stopping_decode(mode, STREAM[:34]), a_decode("d1", mode=mode)
+    async with fleet(a_prefill(mode=mode), d0, d1, settings=SOON) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": True})
+        await until(lambda: d0.asked[0].cancelled)
+    assert (response.status, raw[:34], d1.asked) == (200, STREAM[:34], [])
+    message = json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
+    assert message.startswith(f"decode d0 ({d0.url}) has not answered its health checks for 0.")
+    assert "the answer is not whole" in message
+
+
+@both_modes
+@streamed_or_not
+async def test_with_no_other_decode_the_client_is_told(mode: str, stream: bool) -> None:
+    async with fleet(a_prefill(mode=mode), a_stopping_decode(mode), settings=SOON) as (url, _):
+        response, raw = await post(url, {**BODY, "stream": stream})
+    assert response.status == 504
+    assert "has not answered its health checks for" in json.loads(raw)["error"]["message"]
+
+
+@both_modes
+@streamed_or_not
+async def test_a_prefill_that_hangs_is_replaced(mode: str, stream: bool) -> None:
+    itself: list[Worker] = []
+    itself.append(a_prefill("p0", stops(itself), mode=mode))
+    [p0], p1 = itself, a_prefill("p1", mode=mode)
+
+    async def waits_for_p1(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await (decode_script if p1.asked else hanging)(request, asked)
+
+    d = a_decode(script=waits_for_p1, mode=mode)
+    async with fleet(p0, p1, d, settings=SOON) as (url, _):
+        response, _raw = await post(url, {**BODY, "stream": stream})
+        assert (response.status, response.headers["x-kvferry-prefill"]) == (200, "p1")
+        await until(lambda: p0.asked[0].cancelled)
+
+
+@both_modes
+async def test_with_no_other_prefill_decode_serves_alone_and_says_why(mode: str) -> None:
+    itself: list[Worker] = []
+    itself.append(a_prefill("p0", stops(itself), mode=mode))
+
+    async def waits_for_kv(request: web.Request, asked: Asked) -> web.StreamResponse:
+        return await (hanging if asked.body.get("kv_transfer_params") else decode_script)(request, asked)
+
+    async with fleet(*itself, a_decode(script=waits_for_kv, mode=mode), settings=SOON) as (url, _):
+        response, _raw = await post(url, BODY)
+    assert (response.status, response.headers["x-kvferry-route"]) == (200, "alone")
+    assert "has not answered its health checks for" in response.headers["x-kvferry-why"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@both_modes
+@streamed_or_not
+async def test_a_busy_worker_that_answers_its_checks_is_never_cut(role: str, mode: str, stream: bool) -> None:
+    done = asyncio.Event()
+
+    def busy(then: Script) -> Script:
+        async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
+            await done.wait()
+            return await then(request, asked)
+
+        return script
+
+    p = a_prefill(script=busy(prefill_script) if role == "prefill" else prefill_script, mode=mode)
+    d = a_decode(script=busy(decode_script) if role == "decode" else decode_script, mode=mode)
+    async with fleet(p, d, settings=RouterSettings(health_every_s=0.02, hung_after_s=0.05)) as (url, router):
+        asking = asyncio.create_task(post(url, {**BODY, "stream": stream}))
+        slow = p if role == "prefill" else d
+        await until(lambda: bool(slow.asked))
+        await checked(slow)
+        done.set()
+        response, _raw = await asking
+        assert [worker.num_failures for worker in router.fleet.workers] == [0, 0]
+    assert (response.status, response.headers["x-kvferry-route"]) == (200, mode)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["it says nothing of use", "the check is switched off"])
+async def test_what_is_down_but_not_hung_is_not_cut(answers: bool) -> None:
+    """An answer of any kind is a sign of life; and 0 switches all this off."""
+    done = asyncio.Event()
+
+    async def no_more_checks(request: web.Request, asked: Asked) -> web.StreamResponse:
+        d.info, d.deaf = None, not answers
+        await done.wait()
+        return await decode_script(request, asked)
+
+    d = a_decode(script=no_more_checks)
+    async with fleet(a_prefill(), d, settings=SOON if answers else NEVER) as (url, router):
+        asking = asyncio.create_task(post(url, BODY))
+        await until(lambda: router.fleet.decode[0].down is not None)
+        await checked(d)
+        done.set()
+        assert (await asking)[0].status == 200
+
+
+class Waiting:
+    """A `Wait`, of which only the time matters."""
+
+    def __init__(self, since_s: float | None) -> None:
+        self.waiting_since_s = since_s
+        self.reasons: list[str] = []
+
+    def give_up(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("silent_for_s", "waits_for_s", "ended"),
+    [(11, 11, 1), (9, 11, 0), (11, 9, 0), (11, None, 0), (None, 11, 0)],
+    ids=["both", "silence too short", "bytes came since", "it waits for its client", "the first check that fails"],
+)
+async def test_who_is_given_up(silent_for_s: float | None, waits_for_s: float | None, ended: int) -> None:
+    """Streams that still bring bytes go on, whatever the health checks say."""
+    d = a_decode()
+    await d.start()
+    now_s, patient = asyncio.get_running_loop().time(), Fleet([], [d.url], RouterSettings())
+    known = Fleet([], [d.url], RouterSettings(health_timeout_s=0.02))
+    [worker] = known.decode
+    wait = Waiting(None if waits_for_s is None else now_s - waits_for_s)
+    async with aiohttp.ClientSession() as session:
+        with worker.ending(wait):
+            d.deaf = True
+            worker.silent_since_s = None if silent_for_s is None else now_s - silent_for_s
+            await known.ask(session, worker)
+            assert len(wait.reasons) == ended
+            assert worker.silent_since_s is not None
+            d.deaf = False
+            await patient.ask(session, worker)
+            assert worker.silent_since_s is None  # one answer, and the count begins anew
+        wait.reasons.clear()
+        d.deaf, worker.silent_since_s = True, now_s - 99
+        await known.ask(session, worker)
+        assert not wait.reasons  # it has left
+    await d.stop()
+
+
+async def test_a_refused_connection_is_no_silence() -> None:
+    """A worker that shuts down takes no connection and may still answer; where a process died, its connections end."""
+    d = a_decode()
+    await d.start()
+    await d.stop()
+    known = Fleet([], [d.url], RouterSettings())
+    async with aiohttp.ClientSession() as session:
+        known.decode[0].silent_since_s = 0.0
+        await known.ask(session, known.decode[0])
+    assert "cannot connect" in str(known.decode[0].down)
+    assert known.decode[0].silent_since_s is None
+
+
+async def test_a_stream_of_many_chunks_sets_one_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer a response, however many chunks; it still ends a pause when it rings again."""
+    loop, go_on, timers = asyncio.get_running_loop(), asyncio.Event(), []
+    real = loop.call_at
+
+    def counting(when: float, callback: Any, *args: Any, **more: Any) -> asyncio.TimerHandle:
+        if getattr(callback, "__qualname__", "") == "Answer._on_timer":
+            timers.append(when)
+        return real(when, callback, *args, **more)
+
+    monkeypatch.setattr(loop, "call_at", counting)
+
+    async def by_and_by(request: web.Request, asked: Asked) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(50):
+            await response.write(b"data: x\n\n")
+            await go_on.wait()
+            go_on.clear()
+        return await hanging(request, asked)
+
+    d, got = a_decode(script=by_and_by), b""
+    async with (
+        fleet(a_prefill(), d, settings=RouterSettings(between_bytes_timeout_s=0.5)) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        while chunk := await response.content.readany():
+            got += chunk
+            go_on.set()
+        assert got.count(b"data: x\n\n") == 50
+        assert b"paused for 0.5 s in its answer" in got
+    assert 2 <= len(timers) - 1 < 25  # one for prefill's answer; and not 50
