@@ -39,8 +39,8 @@ FLAGS = (
     "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5", "--transfer-deadline", "5",
     "--handshake-timeout", "1", "--verify", "all", "--no-prefix-caching",
 )  # fmt: skip
-ROUTE_FLAGS = ("--prefill-timeout", "8", "--first-byte-timeout", "20", "--between-bytes-timeout", "8",
-               "--health-timeout", "1")  # fmt: skip
+ROUTE_FLAGS = ("--health-timeout", "1", "--hung-after", "2")
+"""The limits on a wait stay at their minutes: what is stopped is found by its health checks, or a client hangs."""
 
 
 @dataclass(frozen=True)
