@@ -10,16 +10,14 @@ A decode request (do_remote_prefill):  HELD in the queue (the peer's grant is ke
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvferry.connector.base import Match, Outcome, RequestView
+from kvferry.connector.entries import EngineIdentity, News, Offered, Pending, Wanted, joined
 from kvferry.connector.peers import PeerBoard, PeerStatus
 from kvferry.handoff.orders import (
     Cancel,
-    Failed,
     Hold,
-    Landed,
     Offer,
     StepOrders,
     StepReport,
@@ -35,76 +33,6 @@ from kvferry.wire.params import HandoffParams
 __all__ = ["EngineIdentity", "HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """Who we are, as it goes into the parameters that prefill returns."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    host: str
-    port: int
-    tp_size: int = 1
-    pp_size: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Worker halves that report."""
-        return self.tp_size * self.pp_size
-
-
-@dataclass(slots=True)
-class _Offered:
-    """A prefill request from its first computed chunk until every rank has released it."""
-
-    request: RequestId
-    transfer: TransferId
-    finished: bool = False
-    """The request has ended, and its blocks are held for the peer."""
-    unwanted: str = ""
-    """Why nobody will take it. Set while the request runs: withdrawn when it ends."""
-    released_by: int = 0
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """A decode request from its arrival until its hand-off has ended on every rank."""
-
-    request: RequestId
-    transfer: TransferId
-    engine: EngineId
-    incarnation: Incarnation | None
-    num_tokens: int
-    policy: FailurePolicy
-    held: bool = False
-    started: bool = False
-    told: bool = False
-    """The engine knows how it ended, or asked for the end itself."""
-    landed: list[Landed] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    released_by: int = 0
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Orders for the next step."""
-
-    offer: dict[TransferId, Offer] = field(default_factory=dict)
-    withdraw: list[Withdraw] = field(default_factory=list)
-    hold: list[Hold] = field(default_factory=list)
-    want: list[Want] = field(default_factory=list)
-    cancel: list[Cancel] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _News:
-    """What one `update` found: an Outcome in the making."""
-
-    landed: list[Landed] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    fatal: list[Failed] = field(default_factory=list)
-    released: list[TransferId] = field(default_factory=list)
 
 
 class HandoffScheduler:
@@ -124,13 +52,13 @@ class HandoffScheduler:
         self._me = identity
         self._peers = peers
         self._settings = settings
-        self._offered: dict[RequestId, _Offered] = {}
-        self._wanted: dict[RequestId, _Wanted] = {}
-        self._by_transfer: dict[TransferId, _Offered | _Wanted] = {}
+        self._offered: dict[RequestId, Offered] = {}
+        self._wanted: dict[RequestId, Wanted] = {}
+        self._by_transfer: dict[TransferId, Offered | Wanted] = {}
         self._given_up: dict[RequestId, str] = {}
         self._preempted: set[RequestId] = set()
         """Prefill requests whose first offer was taken back."""
-        self._next = _Pending()
+        self._next = Pending()
 
     # Arrival and matching
 
@@ -160,7 +88,7 @@ class HandoffScheduler:
         target = request.num_prompt_tokens
         if params.remote_num_tokens is not None:
             target = min(target, params.remote_num_tokens)
-        entry = _Wanted(
+        entry = Wanted(
             request=request.request_id,
             transfer=transfer,
             engine=EngineId(str(params.remote_engine_id)),
@@ -186,7 +114,7 @@ class HandoffScheduler:
             return self._without(request)
         return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
 
-    def _meet(self, entry: _Wanted, params: HandoffParams) -> tuple[PeerStatus, str]:
+    def _meet(self, entry: Wanted, params: HandoffParams) -> tuple[PeerStatus, str]:
         view = self._peers.view(entry.engine, entry.incarnation, str(params.remote_host), int(params.remote_port or 0))
         if view.status is PeerStatus.ACCEPTED and not entry.held:
             entry.incarnation = view.incarnation
@@ -204,11 +132,11 @@ class HandoffScheduler:
             return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
         return Match(reason=reason)
 
-    def _give_up(self, entry: _Wanted, reason: str) -> None:
+    def _give_up(self, entry: Wanted, reason: str) -> None:
         self._given_up[entry.request] = reason
         self._drop(entry, reason)
 
-    def _drop(self, entry: _Wanted, reason: str) -> None:
+    def _drop(self, entry: Wanted, reason: str) -> None:
         """Forget a hand-off into which no block was given; free the peer's grant if it has one."""
         if entry.held and entry.incarnation is not None:
             self._next.cancel.append(Cancel(entry.transfer, entry.engine, entry.incarnation, reason))
@@ -254,7 +182,7 @@ class HandoffScheduler:
 
     def _offer(
         self, request: RequestView, tables: Sequence[BlockTable], num_tokens: int, *, final: bool, note: bytes
-    ) -> _Offered:
+    ) -> Offered:
         entry = self._offered.get(request.request_id)
         if entry is None:
             assert request.handoff is not None, "only a do_remote_decode request is offered"
@@ -262,7 +190,7 @@ class HandoffScheduler:
             if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
                 # One dispatch, one id: the one that was asked for is withdrawn, or serves another request.
                 transfer = TransferId(f"{self._me.engine}-{secrets.token_hex(8)}")
-            entry = _Offered(request.request_id, transfer)
+            entry = Offered(request.request_id, transfer)
             self._offered[request.request_id] = entry
             self._by_transfer[transfer] = entry
         self._next.offer[entry.transfer] = Offer(
@@ -322,7 +250,7 @@ class HandoffScheduler:
 
     def _params(
         self,
-        entry: _Offered,
+        entry: Offered,
         tables: Sequence[BlockTable],
         num_tokens: int,
         first_token: FirstToken | None,
@@ -348,7 +276,7 @@ class HandoffScheduler:
             first_top_logprobs=list(first_token.top) if first_token else None,
         )
 
-    def _decode_ended(self, entry: _Wanted) -> TransferId | None:
+    def _decode_ended(self, entry: Wanted) -> TransferId | None:
         if not entry.started:
             self._drop(entry, "the request was aborted on the decode side")
             return None
@@ -367,7 +295,7 @@ class HandoffScheduler:
         or it was withdrawn already. On the engine's thread, like everything here; from a router, so any id may come.
         """
         entry = self._by_transfer.get(transfer)
-        if not isinstance(entry, _Offered) or entry.unwanted:
+        if not isinstance(entry, Offered) or entry.unwanted:
             return False
         entry.unwanted = reason
         if entry.finished:  # else the engine does not hold the blocks for it yet: when the request ends
@@ -388,18 +316,12 @@ class HandoffScheduler:
 
     def build_orders(self) -> StepOrders:
         """All orders since the last step."""
-        now, self._next = self._next, _Pending()
-        return StepOrders(
-            offer=tuple(now.offer.values()),
-            withdraw=tuple(now.withdraw),
-            hold=tuple(now.hold),
-            want=tuple(now.want),
-            cancel=tuple(now.cancel),
-        )
+        now, self._next = self._next, Pending()
+        return now.orders()
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
         """Join the ranks' reports: landed when all have landed, failed when all have ended and one failed."""
-        news = _News()
+        news = News()
         for report in reports:
             for good in report.landed:
                 if (entry := self._decode_entry(good.transfer)) is not None:
@@ -411,19 +333,19 @@ class HandoffScheduler:
                     self._conclude(entry, news)
             for transfer in report.released:
                 self._released(transfer, news)
-        return Outcome(tuple(news.landed), tuple(news.failed), tuple(news.fatal), tuple(news.released))
+        return news.outcome()
 
-    def _decode_entry(self, transfer: TransferId) -> _Wanted | None:
+    def _decode_entry(self, transfer: TransferId) -> Wanted | None:
         entry = self._by_transfer.get(transfer)
-        return entry if isinstance(entry, _Wanted) else None
+        return entry if isinstance(entry, Wanted) else None
 
-    def _released(self, transfer: TransferId, news: _News) -> None:
+    def _released(self, transfer: TransferId, news: News) -> None:
         entry = self._by_transfer.get(transfer)
         if entry is None:
             logger.debug("release of an unknown transfer=%s", transfer)
             return
         entry.released_by += 1
-        if isinstance(entry, _Wanted):
+        if isinstance(entry, Wanted):
             self._conclude(entry, news)
         elif entry.released_by == self._me.num_ranks:
             del self._by_transfer[transfer]
@@ -431,13 +353,13 @@ class HandoffScheduler:
                 del self._offered[entry.request]
             news.released.append(transfer)
 
-    def _conclude(self, entry: _Wanted, news: _News) -> None:
+    def _conclude(self, entry: Wanted, news: News) -> None:
         """Called after each report about `entry`: has it ended, and are its blocks safe?"""
         if not entry.told and len(entry.landed) + len(entry.failed) == self._me.num_ranks:
             entry.told = True
             if not entry.failed:
                 self._forget(entry)
-                news.landed.append(_joined(entry.landed))
+                news.landed.append(joined(entry.landed))
                 return
             worst = min(entry.failed, key=lambda one: one.arrived.stop)
             self._given_up[entry.request] = worst.reason
@@ -446,7 +368,7 @@ class HandoffScheduler:
             self._forget(entry)
             news.released.append(entry.transfer)
 
-    def _forget(self, entry: _Wanted) -> None:
+    def _forget(self, entry: Wanted) -> None:
         self._wanted.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 
@@ -461,21 +383,6 @@ class PullScheduler(HandoffScheduler, mode=TransferMode.PULL):
 
 class PushScheduler(HandoffScheduler, mode=TransferMode.PUSH):
     """Prefill writes into decode's blocks."""
-
-
-def _joined(ranks: Sequence[Landed]) -> Landed:
-    """One record over all ranks: bytes add up, the slowest rank's time counts."""
-    first = ranks[0]
-    return Landed(
-        transfer=first.transfer,
-        request=first.request,
-        arrived=TokenRange(first.arrived.start, min(one.arrived.stop for one in ranks)),
-        num_bytes=sum(one.num_bytes for one in ranks),
-        num_runs=sum(one.num_runs for one in ranks),
-        transfer_s=max(one.transfer_s for one in ranks),
-        verified_cells=sum(one.verified_cells for one in ranks),
-        note=next((one.note for one in ranks if one.note), b""),
-    )
 
 
 def make_scheduler(identity: EngineIdentity, peers: PeerBoard, settings: FerrySettings) -> HandoffScheduler:

@@ -1,0 +1,111 @@
+"""What the scheduler half remembers of its hand-offs, and the records that it fills. No decision is taken here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connector.base import Outcome
+from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrders, Want, Withdraw
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.layout.blocks import TokenRange
+from kvferry.settings import FailurePolicy
+
+__all__ = ["EngineIdentity", "News", "Offered", "Pending", "Wanted", "joined"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Who we are, as it goes into the parameters that prefill returns."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker halves that report."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(slots=True)
+class Offered:
+    """A prefill request from its first computed chunk until every rank has released it."""
+
+    request: RequestId
+    transfer: TransferId
+    finished: bool = False
+    """The request has ended, and its blocks are held for the peer."""
+    unwanted: str = ""
+    """Why nobody will take it. Set while the request runs: withdrawn when it ends."""
+    released_by: int = 0
+
+
+@dataclass(slots=True)
+class Wanted:
+    """A decode request from its arrival until its hand-off has ended on every rank."""
+
+    request: RequestId
+    transfer: TransferId
+    engine: EngineId
+    incarnation: Incarnation | None
+    num_tokens: int
+    policy: FailurePolicy
+    held: bool = False
+    started: bool = False
+    told: bool = False
+    """The engine knows how it ended, or asked for the end itself."""
+    landed: list[Landed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    released_by: int = 0
+
+
+@dataclass(slots=True)
+class Pending:
+    """Orders for the next step."""
+
+    offer: dict[TransferId, Offer] = field(default_factory=dict)
+    withdraw: list[Withdraw] = field(default_factory=list)
+    hold: list[Hold] = field(default_factory=list)
+    want: list[Want] = field(default_factory=list)
+    cancel: list[Cancel] = field(default_factory=list)
+
+    def orders(self) -> StepOrders:
+        """The record that goes to the worker halves."""
+        return StepOrders(
+            offer=tuple(self.offer.values()),
+            withdraw=tuple(self.withdraw),
+            hold=tuple(self.hold),
+            want=tuple(self.want),
+            cancel=tuple(self.cancel),
+        )
+
+
+@dataclass(slots=True)
+class News:
+    """What one `update` found: an Outcome in the making."""
+
+    landed: list[Landed] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    fatal: list[Failed] = field(default_factory=list)
+    released: list[TransferId] = field(default_factory=list)
+
+    def outcome(self) -> Outcome:
+        """The record that goes to the engine."""
+        return Outcome(tuple(self.landed), tuple(self.failed), tuple(self.fatal), tuple(self.released))
+
+
+def joined(ranks: Sequence[Landed]) -> Landed:
+    """One record over all ranks: bytes add up, the slowest rank's time counts."""
+    first = ranks[0]
+    return Landed(
+        transfer=first.transfer,
+        request=first.request,
+        arrived=TokenRange(first.arrived.start, min(one.arrived.stop for one in ranks)),
+        num_bytes=sum(one.num_bytes for one in ranks),
+        num_runs=sum(one.num_runs for one in ranks),
+        transfer_s=max(one.transfer_s for one in ranks),
+        verified_cells=sum(one.verified_cells for one in ranks),
+        note=next((one.note for one in ranks if one.note), b""),
+    )
