@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-unit test-pure test-process chaos check fix bench sim docs setup clean chaos
+.PHONY: help demo test test-unit test-pure test-process chaos check fix bench sim docs setup clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16

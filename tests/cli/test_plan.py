@@ -165,6 +165,12 @@ def test_a_file_that_is_something_else(tmp_path: Path, files: tuple[str, str], c
     assert "neither a layout file nor the description of a worker" in capsys.readouterr().err
 
 
+def test_facts_of_a_model_have_no_layout(tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
+    (tmp_path / "facts.json").write_text('{"engine": "-", "role": "both", "facts": {}}')
+    assert main(["plan", str(tmp_path / "facts.json"), files[1]]) == ExitCode.ERROR
+    assert "has facts, and no layout: save it from a running worker" in capsys.readouterr().err
+
+
 def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [case for case in bench_plan.cases(quick=True) if case.tokens < 5000]
     monkeypatch.setattr(bench_plan, "cases", lambda quick: small[:1])

@@ -88,12 +88,48 @@ def test_a_truncated_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--lease-ttl", "-3"], "lease.ttl_s=-3.0"),
         (["--lease-ttl", "2", "--lease-renew-every", "5"], "renew_every_s=5.0 must be above 0 and below"),
         (["--side-channel-port", "99999"], "side_channel.port=99999"),
-        (["--cache-gb", "-1"], "cache_bytes=-1073741824"),
+        (["--cache-gb", "-1"], "--cache-gb -1 must be above 0"),
+        (["--cache-gb", "nan"], "--cache-gb nan must be above 0, and finite"),
+        (["--cache-gb", "inf"], "--cache-gb inf must be above 0, and finite"),
     ],
 )
 def test_settings_out_of_range(flags: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
     assert part in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--side-channel-host", "0.0.0.0"], "side_channel.host='0.0.0.0' can be reached from other machines"),
+        (["--key-file", "/nowhere/key"], "side_channel.key_file='/nowhere/key' cannot be read"),
+        (["--ready-file", "/nowhere/ready"], "--ready-file '/nowhere/ready' cannot be written"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_what_is_missing_is_told_before_a_model_is_looked_for(
+    command: str, flags: list[str], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVFERRY_KEY", raising=False)
+    monkeypatch.delenv("KVFERRY_KEY_FILE", raising=False)
+    assert main([command, "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
+    assert part in told(capsys)
+
+
+@pytest.mark.parametrize("counts", [["--decode", "0"], ["--prefill", "-1"]])
+def test_a_fleet_needs_a_decode_worker(counts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "/nowhere", "--port", "0", *counts]) == ExitCode.ERROR
+    assert " ".join(counts) in told(capsys)
+
+
+def test_help_of_a_benchmark_needs_no_torch() -> None:
+    import subprocess
+
+    code = (
+        "import sys, argparse, kvferry.cli.bench_handoff as bench; "
+        "bench.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_wrong_setting_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:

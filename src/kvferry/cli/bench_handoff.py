@@ -15,14 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import aiohttp
 
-from kvferry.cli.bench_handoff_rates import Rates, load_engine, measure_one_long, measure_rates
 from kvferry.cli.main import ExitCode
 from kvferry.cli.supervisor import Child, ChildSpec, Supervisor
 from kvferry.errors import ConfigError, FerryError
 from kvferry.settings import TransferMode
+
+if TYPE_CHECKING:
+    from kvferry.cli.bench_handoff_rates import Rates
 
 __all__ = ["QUICK_ARGS", "add_arguments", "run"]
 
@@ -61,6 +64,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         raise ConfigError(
             f"--prompts {args.prompts} --repeats {args.repeats} --mib {args.mib}: all must be 1 or more. Raise them"
         )
+    # Imported late: it loads torch, and --help and wrong flags need none.
+    from kvferry.cli.bench_handoff_rates import load_engine, measure_one_long, measure_rates
+
     num_bytes = args.mib << 20
     one_long: dict[TransferMode, float] = {}
     rates: dict[TransferMode, Rates] = {}
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _show(
-    args: argparse.Namespace, mode: TransferMode, num_tokens: int, ttft: Ttft, rates: Rates, one_long_gbps: float
+    args: argparse.Namespace, mode: TransferMode, num_tokens: int, ttft: Ttft, rates: "Rates", one_long_gbps: float
 ) -> None:
     row = {
         "mode": str(mode),

@@ -41,6 +41,10 @@ def load_side(name: str) -> tuple[CacheLayout, ...]:
 
 def _from_hello(name: str, body: bytes) -> tuple[CacheLayout, ...]:
     try:
+        if b'"hello"' not in body and b'"facts"' in body:
+            raise MalformedMessage(
+                f"{name!r} has facts, and no layout: save it from a running worker, kvferry facts URL -o FILE"
+            )
         hello = base64.b64decode(msgspec.json.decode(body, type=_Described).hello, validate=True)
     except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"{name!r} is neither a layout file nor the description of a worker: {error}") from error

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
-from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings
+from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.http.listen import Listener, announce, serve_until_signal
+from kvferry.http.listen import Listener, announce, check_ready_file, serve_until_signal
 from kvferry.settings import FerrySettings, Role
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Serve until SIGINT, or until a drain has ended: SIGTERM begins one."""
     die_with_supervisor()
     engine, ferry = engine_settings(args.model, args), ferry_settings(args)
+    check_side_channel(ferry.side_channel)
+    check_ready_file(args.ready_file)
     listener = Listener(None, args.host, args.port)
     listener.bind()
     try:

@@ -124,7 +124,7 @@ class Supervisor:
             child.ready = msgspec.json.decode(child.ready_file.read_bytes(), type=dict[str, Any])
             child.ready_after_s = time.monotonic() - child.started_s
         elif child.process.returncode is not None:
-            raise ChildEnded(f"{child.how_it_ended()}. It was not ready yet: mend that and start again")
+            raise ChildEnded(f"{child.how_it_ended().rstrip('.')}. It was not ready yet: mend that and start again")
 
     async def wait_ended(self) -> Child:
         """Until some child has ended by itself, in the order in which they end; it leaves `children`."""

@@ -12,9 +12,15 @@ from dataclasses import dataclass, replace
 from kvferry.cli.main import ExitCode
 from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.cli.terminal import Terminal
-from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
-from kvferry.errors import FerryError
-from kvferry.http.listen import Listener, announce
+from kvferry.cli.worker_flags import (
+    add_worker_flags,
+    check_side_channel,
+    engine_settings,
+    ferry_settings,
+    worker_argv,
+)
+from kvferry.errors import ConfigError, FerryError
+from kvferry.http.listen import Listener, announce, check_ready_file
 
 __all__ = ["FleetPlan", "start_fleet"]
 
@@ -85,8 +91,11 @@ async def start_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Termina
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Until Ctrl-C, or until a process ends by itself."""
+    if args.prefill < 0 or args.decode < 1:
+        raise ConfigError(f"--prefill {args.prefill} --decode {args.decode}: give 0 or more, and 1 or more")
     engine_settings(args.model, args)  # wrong flags are told here, once, and not by every child
-    ferry_settings(args)
+    check_side_channel(ferry_settings(args).side_channel)
+    check_ready_file(args.ready_file)
     probe = Listener(None, args.host, args.port)
     probe.bind()
     probe.unbind()

@@ -4,12 +4,14 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.mini.settings import DTYPES, EngineSettings
+from kvferry.errors import ConfigError
 from kvferry.settings import (
     FailurePolicy,
     FerrySettings,
@@ -21,7 +23,7 @@ from kvferry.settings import (
 )
 from kvferry.transport.registry import TRANSPORTS
 
-__all__ = ["add_worker_flags", "engine_settings", "ferry_settings", "field_docs", "worker_argv"]
+__all__ = ["add_worker_flags", "check_side_channel", "engine_settings", "ferry_settings", "field_docs", "worker_argv"]
 
 _GIB = 1 << 30
 
@@ -73,6 +75,7 @@ FLAGS = (
     Flag("lease-renew-every", LeaseSettings, "renew_every_s", float),
     Flag("lease-drift", LeaseSettings, "drift", float),
     Flag("quarantine", LeaseSettings, "quarantine_s", float),
+    Flag("standstill", LeaseSettings, "standstill_s", float),
     Flag("side-channel-host", SideChannelSettings, "host", str),
     Flag("side-channel-port", SideChannelSettings, "port", int),
     Flag("handshake-timeout", SideChannelSettings, "timeout_s", float),
@@ -114,6 +117,8 @@ def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
     """Raises ConfigError for a value out of range."""
     given = _given(args, EngineSettings)
     if args.cache_gb is not None:
+        if not 0 < args.cache_gb < math.inf:
+            raise ConfigError(f"--cache-gb {args.cache_gb:g} must be above 0, and finite. Raise it, or leave it out.")
         given["cache_bytes"] = int(args.cache_gb * _GIB)
     return EngineSettings(model=model, prefix_caching=not args.no_prefix_caching, **given)
 
@@ -126,6 +131,13 @@ def ferry_settings(args: argparse.Namespace) -> FerrySettings:
         side_channel=SideChannelSettings(**_given(args, SideChannelSettings)),
         strict=args.strict,
     )
+
+
+def check_side_channel(settings: SideChannelSettings) -> None:
+    """A missing or wrong key is told before a model is loaded. Raises ConfigError."""
+    from kvferry.sidechannel.key import load_key, require_key  # late: --help needs no zmq
+
+    require_key(load_key(settings), settings.host, "listen there")
 
 
 def worker_argv(args: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvferry.errors import ConfigError
 
-__all__ = ["Drain", "Listener", "announce", "serve_until_signal", "url_of"]
+__all__ = ["Drain", "Listener", "announce", "check_ready_file", "serve_until_signal", "url_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,12 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EACCES:
         return ConfigError(f"port {port} on {host} needs privileges: give a --port of 1024 or more")
     return ConfigError(f"cannot listen on --host {host!r} --port {port!r}: {error.strerror or error}")
+
+
+def check_ready_file(ready_file: str | None) -> None:
+    """Told before a model is loaded: its directory is not there. Raises ConfigError."""
+    if ready_file is not None and not Path(ready_file).absolute().parent.is_dir():
+        raise ConfigError(f"--ready-file {ready_file!r} cannot be written: its directory is not there. Make it first")
 
 
 def announce(ready_file: str | None, **facts: object) -> None:

@@ -32,7 +32,9 @@ class KVCache:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             need = num_blocks * block_bytes(config, block_tokens, dtype)
-            raise ConfigError(f"no memory for a cache of {need} bytes: {error}. Lower cache_bytes.") from error
+            raise ConfigError(
+                f"no memory for a cache of {need} bytes: {error}. Lower cache_bytes (--cache-gb)."
+            ) from error
         self._layers = [self.data[:, i] for i in range(config.num_layers)]
         # The same memory as rows of one (block, layer, part, head), from each layer's first row on.
         rows = self.data.view(-1, block_tokens * config.head_dim)
@@ -49,7 +51,7 @@ class KVCache:
         if num_blocks < 2:
             raise ConfigError(
                 f"cache_bytes={settings.cache_bytes!r} holds {num_blocks} blocks of {one} bytes; at least 2 are "
-                f"needed. Set cache_bytes to {2 * one} or more."
+                f"needed. Set cache_bytes (--cache-gb, in GiB) to {2 * one} or more."
             )
         return cls(config, num_blocks=num_blocks, block_tokens=settings.block_tokens, dtype=dtype, device=str(device))
 

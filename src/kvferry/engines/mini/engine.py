@@ -157,7 +157,7 @@ class Engine:
         if num_prompt + max_tokens - 1 > room:
             raise RequestTooLong(
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than this worker's cache of {room} "
-                "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes."
+                "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes (--cache-gb)."
             )
 
     def _checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:

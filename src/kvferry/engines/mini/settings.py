@@ -30,7 +30,7 @@ class EngineSettings:
     """Memory of the KV cache; whole blocks of it are used."""
 
     num_blocks: int | None = None
-    """Number of cache blocks, instead of `cache_bytes`."""
+    """Number of cache blocks, instead of `cache_bytes` (--cache-gb)."""
 
     max_batch_tokens: int = 512
     """At most this many tokens are computed in one step; longer prompts are computed in chunks of it."""

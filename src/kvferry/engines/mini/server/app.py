@@ -228,9 +228,10 @@ class WorkerServer:
                 f"n={num_choices!r} with {len(prompts)} prompts: send 1 to {_MAX_CHOICES} choices over all prompts",
                 param="n",
             )
+        name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         if num_logprobs is not None and not 0 <= num_logprobs <= _MAX_TOP_LOGPROBS:
             raise ApiError(
-                400, f"logprobs={num_logprobs!r}: at most {_MAX_TOP_LOGPROBS} alternatives a token", param="logprobs"
+                400, f"{name}={num_logprobs!r}: send 0 to {_MAX_TOP_LOGPROBS} alternatives a token", param=name
             )
         for prompt in prompts:
             wrong = next((one for one in prompt.token_ids if not 0 <= one < settings.vocab_size), None)
