@@ -72,10 +72,15 @@ class LeaseSettings:
     quarantine_s: float = 10.0
     """How long blocks that a vanished peer may still write to are kept from everyone before they are reclaimed."""
 
+    standstill_s: float = 120.0
+    """The same for a writer that does not answer and is not known to be dead: over shared memory nothing stops a write
+    that it had begun when it was stopped, should it be woken. It ends as soon as the writer answers, or is found dead."""
+
     def __post_init__(self) -> None:
         _check("lease.ttl_s", self.ttl_s, 0.01)
         _check("lease.drift", self.drift, 0.0, 0.2)
         _check("lease.quarantine_s", self.quarantine_s, 0.0)
+        _check("lease.standstill_s", self.standstill_s, 0.0)
         if not 0 < self.renew_every_s < self.ttl_s:
             raise ConfigError(
                 f"lease.renew_every_s={self.renew_every_s!r} must be above 0 and below lease.ttl_s={self.ttl_s!r}"

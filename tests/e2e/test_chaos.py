@@ -36,8 +36,8 @@ FREE_S = 15.0
 """Deadline (5 s), lease (2 s) and quarantine (0.5 s), and some for a busy machine."""
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "700", "--max-batch-tokens", "64", "--threads", "1",
-    "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5", "--transfer-deadline", "5",
-    "--handshake-timeout", "1", "--verify", "all", "--no-prefix-caching",
+    "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5", "--standstill", "20",
+    "--transfer-deadline", "5", "--handshake-timeout", "1", "--verify", "all", "--no-prefix-caching",
 )  # fmt: skip
 ROUTE_FLAGS = ("--health-timeout", "1", "--hung-after", "2")
 """The limits on a wait stay at their minutes: what is stopped is found by its health checks, or a client hangs."""

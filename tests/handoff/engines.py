@@ -29,7 +29,7 @@ def settings_for(
     """Short times, for tests in real time."""
     return FerrySettings(
         transfer=TransferSettings(mode=mode, transport="memory", deadline_s=deadline_s, verify=verify),
-        lease=LeaseSettings(ttl_s=ttl_s, renew_every_s=ttl_s / 8, quarantine_s=0.2),
+        lease=LeaseSettings(ttl_s=ttl_s, renew_every_s=ttl_s / 8, quarantine_s=0.2, standstill_s=0.2),
     )
 
 

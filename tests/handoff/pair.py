@@ -12,7 +12,7 @@ from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, Transfe
 from kvferry.testing.clock import FakeClock
 from kvferry.wire.handoff_messages import Message
 
-TTL_S, RENEW_S, QUARANTINE_S, DEADLINE_S = 10.0, 2.0, 1.0, 60.0
+TTL_S, RENEW_S, QUARANTINE_S, STANDSTILL_S, DEADLINE_S = 10.0, 2.0, 1.0, 40.0, 60.0
 
 
 @dataclass
@@ -84,7 +84,9 @@ class Pair:
         self.mode, self.clock, self._prepare, self._limits = mode, FakeClock(), prepare, limits
         self.settings = FerrySettings(
             transfer=TransferSettings(mode=mode, deadline_s=DEADLINE_S),
-            lease=LeaseSettings(ttl_s=TTL_S, renew_every_s=RENEW_S, quarantine_s=QUARANTINE_S),
+            lease=LeaseSettings(
+                ttl_s=TTL_S, renew_every_s=RENEW_S, quarantine_s=QUARANTINE_S, standstill_s=STANDSTILL_S
+            ),
         )
         self.wires: list[tuple[PeerName, Peer, Message]] = []
         self.prefill: list[Rank] = []

@@ -17,7 +17,7 @@ from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.memory import MemoryTransport
 from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
-from tests.handoff.pair import QUARANTINE_S, TTL_S, Pair, Rank
+from tests.handoff.pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, Rank
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SOURCE, TARGET = [5, 3, 9], [4, 8, 1]
@@ -123,7 +123,7 @@ def test_push_decode_keeps_its_blocks_until_the_lease_and_the_quarantine_are_ove
     assert len(d.collect().failed) == 1
     pair.step(TTL_S - 1, deliver=False)
     assert not d.collect().released
-    pair.step(QUARANTINE_S + 2, deliver=False)
+    pair.step(STANDSTILL_S + 2, deliver=False)
     assert set(d.collect().released) == {"t1"}
     assert d.core.idle
 

@@ -1,7 +1,7 @@
 """Faults of ours that the simulator found; each as a small test."""
 
 from kvferry.settings import TransferMode
-from tests.handoff.pair import QUARANTINE_S, TTL_S, Pair
+from tests.handoff.pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
 
 
 def test_the_quarantine_counts_from_when_decode_could_act() -> None:
@@ -18,7 +18,7 @@ def test_the_quarantine_counts_from_when_decode_could_act() -> None:
     assert len(decode.report.failed) == 1
     assert decode.disconnected == [prefill.name]
     assert not decode.report.released
-    pair.clock.advance(QUARANTINE_S)
+    pair.clock.advance(STANDSTILL_S)
     decode.core.tick(pair.now_s)
     pair.act()
     assert decode.report.released == {"t"}
@@ -34,5 +34,5 @@ def test_a_silent_writer_loses_its_connection_before_its_blocks_are_given_away()
     (decode,) = pair.decode
     assert decode.disconnected
     assert not decode.report.released
-    pair.step(QUARANTINE_S)
+    pair.step(STANDSTILL_S)
     assert decode.report.released == {"t"}

@@ -14,7 +14,7 @@ from kvferry.handoff.receives import Receive, Source
 from kvferry.settings import TransferMode
 from kvferry.testing.simulator import mutants
 from kvferry.wire.handoff_messages import Confirm, Renew, RenewAck
-from tests.handoff.pair import DEADLINE_S, QUARANTINE_S, TTL_S, Pair
+from tests.handoff.pair import DEADLINE_S, QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 Prepare = Callable[[RankCore], None]
@@ -67,7 +67,7 @@ def test_prefill_dies_after_decode_registered(prepare: Prepare) -> None:
     assert [failed.reason for failed in decode.report.failed] == ["prefill rank 0 gave no sign of life for 10 s"]
     assert not decode.report.released, "a write may still be in flight"
     assert decode.core.decode.quarantined_blocks == 4
-    pair.step(QUARANTINE_S)
+    pair.step(STANDSTILL_S)
     assert decode.report.released == {"t"}
     assert decode.core.idle
 

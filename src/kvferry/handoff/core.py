@@ -67,6 +67,7 @@ class RankCore:
         self._engines[engine] = peers
         for peer in peers:
             self._peers[peer.name] = peer
+        self.decode.replaced(engine, incarnation, now_s)
 
     def depart(self, engine: EngineId, incarnation: Incarnation, why: str, now_s: float) -> None:
         """Forget an engine. Hand-offs with it end as after `peer_lost`: by lease and quarantine, no sooner."""
@@ -89,14 +90,17 @@ class RankCore:
         silent, self.decode.silent = self.decode.silent, []
         return silent
 
-    def peer_lost(self, name: PeerName, why: str, now_s: float) -> None:
-        """The transport lost it. Hand-offs with it end; it stays known, and may be connected again."""
+    def peer_lost(self, name: PeerName, why: str, now_s: float, *, dead: bool = False) -> None:
+        """The transport lost it. Hand-offs with it end; it stays known, and may be connected again.
+
+        `dead`: the transport says that there is no process at the other end, which can write nothing more.
+        """
         peer = self._peers.get(name)
         if peer is None:
             return
         self._actions.append(Disconnect(peer))
         self.prefill.peer_lost(peer, now_s)
-        self.decode.peer_lost(peer, why, now_s)
+        self.decode.peer_lost(peer, why, now_s, dead=dead)
 
     def _ranks_of(self, engine: str, incarnation: str) -> tuple[Peer, ...] | None:
         peers = self._engines.get(EngineId(engine))

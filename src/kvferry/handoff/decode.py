@@ -21,7 +21,7 @@ from kvferry.handoff.holds import Holds
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Want
 from kvferry.handoff.receives import Receive, Source, State, claim, confirm, drop, read, register, revoke
-from kvferry.ids import TransferId
+from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
 from kvferry.wire.handoff_messages import Fail, Ready, Renew, RenewAck, Stopped, Wrote, from_wire
@@ -280,13 +280,18 @@ class DecodeMachine:
         self._look(receive, now_s)
         return True
 
-    def peer_lost(self, peer: Peer, why: str, now_s: float) -> None:
+    def replaced(self, engine: EngineId, incarnation: Incarnation, now_s: float) -> None:
+        """An engine has restarted as `incarnation`."""
+        for receive in [one for one in self._receives.values() if one.mark_dead(engine, incarnation)]:
+            self._look(receive, now_s)
+
+    def peer_lost(self, peer: Peer, why: str, now_s: float, *, dead: bool = False) -> None:
         """Its connection is gone: what is in flight ends with errors. It may write on until its lease ends."""
         self._beats.forget(peer.name)
         for receive in list(self._receives.values()):
             source = receive.sources.get(peer.rank)
             if source is not None and source.peer == peer and not source.over:
-                source.cut_off = bool(source.in_flight)
+                source.cut_off, source.dead = source.cut_off or bool(source.in_flight), source.dead or dead
                 self._fail(receive, f"prefill rank {peer.rank} is gone: {why}", now_s)
 
     def tick(self, now_s: float) -> None:
@@ -483,18 +488,13 @@ class DecodeMachine:
             self._drop(receive.want.transfer, source.peer, receive.failed or "")
             self._beats.remove(source.peer, receive.want.transfer)
             return _NEVER
-        ends_s = source.heard_s + self._lease.ttl_s
-        if now_s >= ends_s:
-            # It has not answered, and may stand still with a write in flight: our end of the connection goes, where
-            # the wire allows that, and the quarantine, from now, is the time that this takes.
-            if not source.cut_off:
-                source.cut_off, source.safe_s = True, now_s + self._lease.quarantine_s
-                self.num_expired += 1
-                self.actions.append(Disconnect(source.peer))
-            elif now_s >= source.safe_s:
-                source.state = State.QUIET
-                return _NEVER
-            return source.safe_s
+        if not source.cut_off and now_s >= source.quiet_s(self._lease):
+            source.give_up(now_s, self._lease)
+            self.num_expired += 1
+            self.actions.append(Disconnect(source.peer))
+        if now_s >= (ends_s := source.quiet_s(self._lease)):
+            source.state = State.QUIET
+            return _NEVER
         if now_s >= source.asked_s + self._lease.renew_every_s:
             self._revoke(receive, source, now_s)
         return min(ends_s, source.asked_s + self._lease.renew_every_s)

@@ -383,7 +383,7 @@ class Driver:
                 for frame in frames(action.message):
                     self._transport.send(peer.name, frame)
         except (PeerLost, TransferError) as error:
-            self._lost(peer, str(error))
+            self._lost(peer, str(error), dead=isinstance(error, PeerLost))
 
     def _connect(self, peer: Peer) -> bool:
         """False: it was lost a moment ago; what is sent to it goes nowhere, as it would then."""
@@ -416,11 +416,11 @@ class Driver:
                 self._stay_away(name, now_s)
                 self._reconnect(self._links[name], now_s)
 
-    def _lost(self, peer: Peer, why: str) -> None:
+    def _lost(self, peer: Peer, why: str, *, dead: bool) -> None:
         now_s = self._clock.now_s()
         self._stay_away(peer.name, now_s)
         logger.info("peer lost peer=%s cause=%s", peer.name, why)
-        self._core.peer_lost(peer.name, why, now_s)
+        self._core.peer_lost(peer.name, why, now_s, dead=dead)
 
     def _disconnect(self, action: Disconnect) -> None:
         if action.peer.name in self._links and action.peer.name not in self._away:
@@ -436,7 +436,7 @@ class Driver:
             connected = self._connect(peer)
         except (PeerLost, TransferError) as error:
             self._core.completed(post.post, str(error), self._clock.now_s())
-            self._lost(peer, str(error))
+            self._lost(peer, str(error), dead=isinstance(error, PeerLost))
             return
         now_s = self._clock.now_s()
         if not connected:
@@ -449,7 +449,7 @@ class Driver:
         if moved is not None:
             self._ended(moved, self._clock.now_s())
             if moved.lost:
-                self._lost(peer, moved.error or "gone")
+                self._lost(peer, moved.error or "gone", dead=True)
 
     def _report(self) -> None:
         core = self._core

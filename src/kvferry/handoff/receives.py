@@ -6,9 +6,9 @@ from enum import Enum, auto
 
 from kvferry.handoff.actions import Peer, Ports, Post, PostId
 from kvferry.handoff.orders import Landed, Want
-from kvferry.ids import TransferId
+from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.settings import TransferMode
+from kvferry.settings import LeaseSettings, TransferMode
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import MAX_REASON_CHARS, Claim, Confirm, Drop, Register, Revoke, to_wire
 
@@ -68,11 +68,27 @@ class Source:
     # Push.
     parts: set[int] = field(default_factory=set)
     num_parts: int = 0
+    dead: bool = False
+    """Its process is gone: what it had on the wire comes within quarantine_s, and nothing after that."""
+    still_s: float = -_NEVER
+    """As safe_s, for a writer that may only stand still."""
 
     @property
     def over(self) -> bool:
         """It touches our blocks no more, nor we its."""
         return not self.in_flight and (self.state is State.DONE or self.state is State.QUIET)
+
+    def give_up(self, now_s: float, lease: LeaseSettings) -> None:
+        """Push: it does not answer, and its lease is over. Where the wire allows it, our end of the connection goes."""
+        self.cut_off = True
+        self.safe_s = now_s + lease.quarantine_s
+        self.still_s = now_s + max(lease.quarantine_s, lease.standstill_s)
+
+    def quiet_s(self, lease: LeaseSettings) -> float:
+        """Push, revoked: nothing is written any more after that, or it has to be given up then."""
+        if not self.cut_off:
+            return self.heard_s + lease.ttl_s
+        return self.safe_s if self.dead else self.still_s
 
     def cut(self, want: Want, ports: Ports, ttl_s: float) -> None:
         """Pull: cut what has become ready into parts that are short beside the lease."""
@@ -122,6 +138,17 @@ class Receive:
     num_bytes: int = 0
     num_runs: int = 0
     verified_cells: int = 0
+
+    def mark_dead(self, engine: EngineId, incarnation: Incarnation) -> bool:
+        """`engine` runs as `incarnation` now: the processes of its others are dead. True: that is news."""
+        dead = [
+            source
+            for source in self.sources.values()
+            if source.peer.engine == engine and source.peer.incarnation != incarnation and not source.dead
+        ]
+        for source in dead:
+            source.dead = True
+        return bool(dead)
 
     @property
     def pull(self) -> bool:

@@ -130,6 +130,7 @@ def settings_of(scenario: Scenario) -> FerrySettings:
             renew_every_s=scenario.ttl_s / 4,
             drift=max(scenario.drift, 0.01),
             quarantine_s=scenario.quarantine_s,
+            standstill_s=scenario.quarantine_s,  # this network ends what is in flight with whoever is disconnected
         ),
     )
 
