@@ -148,6 +148,12 @@ def test_a_router_without_decode(capsys: pytest.CaptureFixture[str]) -> None:
     assert told(capsys) == "kvferry route: no decode worker is given: add --decode URL"
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://", "http://:8100"])
+def test_a_worker_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["route", "--decode", url, "--port", "0"]) == ExitCode.ERROR
+    assert f"worker address {url!r}" in told(capsys)
+
+
 def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFERRY_KEY", "top secret")
     monkeypatch.setenv("UCX_TLS", "tcp")

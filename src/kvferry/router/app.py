@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -30,6 +31,8 @@ class Router:
         for url in (*prefill, *decode):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
+            if not urlsplit(url).hostname:
+                raise ConfigError(f"worker address {url!r} names no host: give http://HOST:PORT")
         if not decode:
             raise ConfigError("no decode worker is given: add --decode URL")
         settings = settings or RouterSettings()
