@@ -161,13 +161,6 @@ class BlockManager:
         self.free(blocks)
         return True
 
-    def forget_all(self) -> None:
-        """Use nothing of what is cached."""
-        for block in list(self._cached):
-            self._forget(block)
-        self._by_hash.clear()
-        self._hash_of.clear()
-
     def _forget(self, block: int) -> None:
         del self._cached[block]
         del self._by_hash[self._hash_of.pop(block)]

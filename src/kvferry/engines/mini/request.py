@@ -83,11 +83,6 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
-    def num_answer_tokens(self) -> int:
-        """Tokens chosen so far."""
-        return len(self.tokens) - self.num_prompt_tokens
-
-    @property
     def num_missing(self) -> int:
         """Tokens to compute before the next one can be chosen; 1 while decoding."""
         return len(self.tokens) - self.num_computed
