@@ -76,12 +76,15 @@ class Listener:
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=self._shutdown_s, keepalive_timeout=75
         )
-        await self._runner.setup()
         try:
-            await web.SockSite(self._runner, self._socket, backlog=1024).start()
-        except OSError as error:
+            await self._runner.setup()
+            try:
+                await web.SockSite(self._runner, self._socket, backlog=1024).start()
+            except OSError as error:
+                raise _cannot_listen(self.host, self.port, error) from error
+        except BaseException:
             await self.stop()
-            raise _cannot_listen(self.host, self.port, error) from error
+            raise
 
     async def stop(self) -> None:
         """Take no new connections, give open ones `shutdown_s`, then cut them. Idempotent."""
