@@ -74,7 +74,8 @@ class LeaseSettings:
 
     standstill_s: float = 120.0
     """The same for a writer that does not answer and is not known to be dead: over shared memory nothing stops a write
-    that it had begun when it was stopped, should it be woken. It ends as soon as the writer answers, or is found dead."""
+    that it had begun when it was stopped, should it be woken. It ends as soon as the writer answers, or is found
+    dead."""
 
     def __post_init__(self) -> None:
         _check("lease.ttl_s", self.ttl_s, 0.01)
