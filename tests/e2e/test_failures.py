@@ -113,7 +113,9 @@ def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why
     assert answer.whole, answer
     assert answer.token_ids == expected
     told = answer.kvferry
-    assert (told["handed_over"], told["recomputed"]) == (0, num_prompt), told
+    # A first attempt at the same decode worker may have computed some of it before the router sent it there again.
+    assert (told["handed_over"], told["cached"] + told["recomputed"]) == (0, num_prompt), told
+    assert told["recomputed"] > 0, told
     for part in why:
         assert part in answer.kvferry["why"], answer.kvferry
 

@@ -141,6 +141,9 @@ def test_a_process_is_hurt_at_random_moments(mode: TransferMode, victim: str, nu
             before = load.landed
             end_s = time.monotonic() + BOUND_S
             while load.landed == before:  # It works again; the first ones may still meet a connection that is cut.
+                # Who gave no sign of life has departed: a request shakes hands again. Without effect for who is known.
+                load.prefill.meet(load.decode)
+                load.decode.meet(load.prefill)
                 load.start()
                 _until_free(load)
                 assert time.monotonic() < end_s, "no hand-off lands any more"
