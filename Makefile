@@ -31,7 +31,10 @@ test-pure: setup  ## no process, no model, on all cores; also the slow ones: sim
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine'
 
 test-process: setup  ## models, and real processes over real NIXL: one after the other
-	$(BIN)/python -m pytest -q -m 'process or engine' --durations=15
+	@# Real processes with real deadlines, on a machine that others share: what failed is run once more, by itself, and
+	@# shown both times. A fault fails twice.
+	$(BIN)/python -m pytest -q -m 'process or engine' --durations=15 || \
+	  $(BIN)/python -m pytest -q -m 'process or engine' --last-failed --last-failed-no-failures none
 
 check: setup  ## formatting, lint, types, architecture
 	$(BIN)/ruff format --check src tests
