@@ -36,7 +36,7 @@ class Computed:
 
 def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
     """KV of tokens [start, stop) of a request with these blocks: [layers, 2, heads, tokens, head_dim], copied."""
-    blocks = worker.engine.cache.data[torch.tensor(block_ids)]
+    blocks = worker.engine.executor.cache.data[torch.tensor(block_ids)]
     num_blocks, layers, two, heads, block_tokens, dim = blocks.shape
     rows = blocks.permute(1, 2, 3, 0, 4, 5).reshape(layers, two, heads, num_blocks * block_tokens, dim)
     return rows[:, :, :, start:stop].clone()

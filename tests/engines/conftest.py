@@ -10,6 +10,7 @@ import torch
 from kvferry.engines.mini.api import GenerateRequest, Output, SamplingParams
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.executor import LocalExecutor
 from kvferry.engines.mini.loading import LoadedModel, load_model
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.ids import RequestId
@@ -45,8 +46,9 @@ def make_engine(tiny_model: LoadedModel) -> Iterator[MakeEngine]:
     def make(connector: Any = None, clock: Any = None, **changes: Any) -> Engine:
         settings = EngineSettings(**{"num_blocks": 64, "max_batch_tokens": 64, **changes})
         cache = KVCache.create(tiny_model.config, settings, tiny_model.dtype, tiny_model.device)
-        halves = connector(cache) if connector else None
-        engines.append(Engine(tiny_model, cache, settings, connector=halves, clock=clock))
+        scheduler, worker = connector(cache) if connector else (None, None)
+        executor = LocalExecutor(tiny_model.network, cache, worker)
+        engines.append(Engine(tiny_model, executor, settings, connector=scheduler, clock=clock))
         return engines[-1]
 
     yield make
@@ -61,7 +63,13 @@ def make_engine(tiny_model: LoadedModel) -> Iterator[MakeEngine]:
         engine.check()
         used = engine.blocks.num_usable - engine.blocks.num_free - engine.blocks.num_held
         assert used == 0, f"{used} blocks are still in use"
-        assert not torch.count_nonzero(engine.cache.data[0]), "block 0 was written to"
+        assert not torch.count_nonzero(cache_of(engine).data[0]), "block 0 was written to"
+
+
+def cache_of(engine: Engine) -> KVCache:
+    """Of an engine with one rank in this process."""
+    assert isinstance(engine.executor, LocalExecutor)
+    return engine.executor.cache
 
 
 def ask(name: str, prompt: Sequence[int], handoff: HandoffParams | None = None, **sampling: Any) -> GenerateRequest:

@@ -12,7 +12,7 @@ from kvferry.engines.mini.engine import Engine
 from kvferry.testing.clock import FakeClock
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
-from tests.engines.conftest import MakeEngine, ask, finish, prompt_of, tokens_of
+from tests.engines.conftest import MakeEngine, ask, cache_of, finish, prompt_of, tokens_of
 from tests.engines.fake_connector import FakeConnector, copy_tokens
 
 pytestmark = pytest.mark.engine
@@ -95,11 +95,11 @@ def test_held_blocks_are_given_to_nobody(make_side: Callable[..., Side]) -> None
     engine.add(ask("p", prompt_of(48), FOR_REMOTE))
     finish(engine)
     held = list(connector.tables["p"][0].block_ids)
-    before = engine.cache.data[held].clone()
+    before = cache_of(engine).data[held].clone()
     for i in range(3):
         engine.add(ask(str(i), prompt_of(70, seed=i)))
         finish(engine)
-    assert torch.equal(engine.cache.data[held], before)
+    assert torch.equal(cache_of(engine).data[held], before)
     connector.release("p")
     finish(engine)
 
@@ -380,7 +380,7 @@ def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
     request = next(iter(d[0].scheduler.waiting_for_kv.values()))
     copy_tokens(p[1].cache, next(iter(p[1].tables.values())), d[1].cache, request.tables, 0, 37)
     blocks = list(request.block_ids)
-    d[0].cache.data[blocks[-1]] = float("nan")  # what a faulty peer may leave of a block that did not arrive whole
+    cache_of(d[0]).data[blocks[-1]] = float("nan")  # what a faulty peer may leave of a block that did not arrive whole
     d[1].fail("d", arrived=37, released=True)
     outputs = finish(d[0])["d"]
     assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
@@ -523,11 +523,11 @@ def test_timing_tells_what_the_hand_off_cost(make_side: Callable[..., Side]) -> 
 def test_blocks_are_cleared_before_they_are_offered_to_a_peer(make_side: Callable[..., Side]) -> None:
     """Else a faulty peer's NaN would outlive its request, and reach another one through masked positions."""
     engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
-    engine.cache.data[1:] = float("nan")
+    cache_of(engine).data[1:] = float("nan")
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
     _until_waiting(engine)
     blocks = list(connector.tables["d"][0].block_ids)  # type: ignore[index]
-    assert not torch.count_nonzero(engine.cache.data[blocks])
+    assert not torch.count_nonzero(cache_of(engine).data[blocks])
     connector.fail("d")
     connector.release("d")
     assert tokens_of(finish(engine)["d"])

@@ -14,6 +14,7 @@ import torch
 from kvferry.engines.mini import gguf_model
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.executor import LocalExecutor
 from kvferry.engines.mini.loading import LoadedModel, load_model
 from kvferry.engines.mini.models import find_model
 from kvferry.engines.mini.settings import EngineSettings
@@ -71,7 +72,11 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
     model = load_model(EngineSettings(model=str(directory), dtype="float32"))
     for chunk in (7, 128):
         settings = EngineSettings(num_blocks=20, max_batch_tokens=chunk, prefix_caching=False)
-        engine = Engine(model, KVCache.create(model.config, settings, model.dtype, model.device), settings)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
         engine.add(ask("r", prompt, max_tokens=1, logprobs=50))
         top = finish(engine)["r"][0].logprobs[0].top
         for token, logprob in top:
@@ -84,7 +89,11 @@ def test_bfloat16_follows_float32(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         model = load_model(EngineSettings(model=str(directory), dtype=dtype))
         settings = EngineSettings(num_blocks=20)
-        engine = Engine(model, KVCache.create(model.config, settings, model.dtype, model.device), settings)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
         engine.add(ask("r", prompt_of(30), max_tokens=1, logprobs=5))
         found[dtype] = dict(finish(engine)["r"][0].logprobs[0].top)
     common = set(found["float32"]) & set(found["bfloat16"])
@@ -98,7 +107,11 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
     answers = []
     for model in (one, three):
         settings = EngineSettings(num_blocks=20)
-        engine = Engine(model, KVCache.create(model.config, settings, model.dtype, model.device), settings)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
         engine.add(ask("r", prompt_of(30)))
         answers.append([output.token_ids for output in finish(engine)["r"]])
     assert answers[0] == answers[1]

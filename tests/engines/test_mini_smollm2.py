@@ -7,6 +7,7 @@ import torch
 
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.executor import LocalExecutor
 from kvferry.engines.mini.loading import LoadedModel, load_model
 from kvferry.engines.mini.models import find_model, smollm2_file
 from kvferry.engines.mini.settings import EngineSettings
@@ -56,7 +57,9 @@ def _engine(model: LoadedModel, chunk: int) -> Engine:
     settings = EngineSettings(
         model="smollm2", dtype="float32", num_blocks=400, max_batch_tokens=chunk, max_running=8, prefix_caching=False
     )
-    return Engine(model, KVCache.create(model.config, settings, model.dtype, model.device), settings)
+    return Engine(
+        model, LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)), settings
+    )
 
 
 @pytest.mark.parametrize("chunk", [64, 512])

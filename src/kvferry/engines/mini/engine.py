@@ -4,32 +4,37 @@ One step, in order (see `Engine.step`):
 
 1. what became of hand-offs: landed requests run, failed ones start again, blocks come back
 2. the scheduler plans: who runs, how many tokens each, in which blocks
-3. the connector's orders go to its worker half
-4. the network runs over the planned tokens, a token is chosen for each request that has got that far
+3. the plan, and the connector's orders to its worker halves, go to the executor: one rank here, or many processes
+4. the logits of the oldest step on its way come back; a token is chosen for each request that has got that far
 5. books are kept: progress, prefix cache, answers, ends
-6. what the connector's worker half has done is fetched, for the next step
+6. what the connector's worker halves have done is fetched, for the next step
+
+With pipeline stages, 2 and 3 are repeated until every stage has something to do: so many steps are on their way at
+once, of different requests.
 
 The states of a request are at the top of scheduler.py. Not thread-safe: one thread calls everything.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepReport, WorkerHalf
+from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepOrders, StepReport, WorkerHalf
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.blocks import BlockManager, chain_hashes, num_runs
 from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.executor import Executor, LocalExecutor
 from kvferry.engines.mini.loading import LoadedModel, load_model
 from kvferry.engines.mini.request import Request, State
-from kvferry.engines.mini.runner import Runner
 from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
 from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.specs import ShareInput, StepInput
 from kvferry.engines.mini.tokenizer import Detokenizer
 from kvferry.errors import MalformedMessage, RequestError, RequestTooLong
 from kvferry.ids import RequestId
@@ -70,20 +75,20 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        cache: KVCache,
+        executor: Executor,
         settings: EngineSettings,
         *,
-        connector: Connector | None = None,
+        connector: SchedulerHalf | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`executor` has the worker halves of `connector`, and is closed by `close`."""
         self.model = model
-        self.cache = cache
+        self.executor = executor
         self.settings = settings
         self.tokenizer = model.tokenizer
         self.max_model_len = min(settings.max_model_len or model.config.max_positions, model.config.max_positions)
-        self.blocks = BlockManager(cache.num_blocks, prefix_caching=settings.prefix_caching)
-        self._connector: SchedulerHalf | None = connector[0] if connector else None
-        self._worker: WorkerHalf | None = connector[1] if connector else None
+        self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
+        self._connector = connector
         self.scheduler = Scheduler(
             self.blocks,
             block_tokens=settings.block_tokens,
@@ -92,14 +97,17 @@ class Engine:
             prefix_caching=settings.prefix_caching,
             connector=self._connector,
         )
-        self._runner = Runner(model.network, cache)
+        self._in_flight: deque[StepPlan] = deque()
+        """Plans that were submitted and not collected."""
         self._clock = clock or MonotonicClock()
         self._eos = frozenset(model.config.eos_token_ids)
         if not self._eos and model.tokenizer.eos_token_id is not None:
             self._eos = frozenset((model.tokenizer.eos_token_id,))
         self._requests: dict[RequestId, Request] = {}
         self._number = 0
-        self._report = StepReport()
+        self._reports: tuple[StepReport, ...] = ()
+        self._unclean: list[int] = []
+        """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
         self._ended: list[Output] = []
         self._steps = self._prompt_tokens = self._cached_tokens = self._handed_over_tokens = self._answer_tokens = 0
         self._placed_blocks = self._placed_runs = 0
@@ -116,7 +124,8 @@ class Engine:
             torch.set_num_threads(settings.threads)
         model = load_model(settings)
         cache = KVCache.create(model.config, settings, model.dtype, model.device)
-        return cls(model, cache, settings, connector=connector(model, cache) if connector else None, clock=clock)
+        scheduler, worker = connector(model, cache) if connector else (None, None)
+        return cls(model, LocalExecutor(model.network, cache, worker), settings, connector=scheduler, clock=clock)
 
     # Requests come and go
 
@@ -175,13 +184,12 @@ class Engine:
     def has_work(self) -> bool:
         """Stepping has a point."""
         return bool(self._requests or self._ended) or (
-            self._connector is not None and (bool(self._report) or self._connector.has_pending_work())
+            self._connector is not None and (bool(self._reports) or self._connector.has_pending_work())
         )
 
     def close(self) -> None:
-        """End the connector. The engine is not to be stepped again."""
-        if self._worker is not None:
-            self._worker.close()
+        """End the ranks and their worker halves. The engine is not to be stepped again."""
+        self.executor.close()
 
     # The step
 
@@ -189,26 +197,31 @@ class Engine:
         """Compute once. With nothing to compute (hand-offs pending) it returns at once: then wait about 1 ms."""
         outputs, self._ended = self._ended, []
         if self._connector is not None:
-            outputs += self._settle(self._connector.update((self._report,)))
-        plan = self.scheduler.schedule()
-        self.cache.clear(plan.fresh_blocks)
-        if self._connector is not None and self._worker is not None:
-            orders = self._connector.build_orders()
-            if orders.want:
-                self.cache.wait_written()  # what we cleared must not be cleared after it has arrived
-            self._worker.start_step(orders)
-        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
-        outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
-        outputs += self._compute(plan)
-        if self._worker is not None:
-            self._report = self._worker.end_step()
+            outputs += self._settle(self._connector.update(self._reports))
+        while len(self._in_flight) < self.executor.depth and self._submit(outputs):
+            pass
+        if self._in_flight:
+            outputs += self._collect(self._in_flight.popleft())
+        self._reports = self.executor.reports()
         return outputs
 
-    def _compute(self, plan: StepPlan) -> list[Output]:
-        if not plan.shares:
-            return []
+    def _submit(self, outputs: list[Output]) -> bool:
+        """Plan a step and send it on its way. False: there was nothing to compute."""
+        plan = self.scheduler.schedule()
+        orders = self._connector.build_orders() if self._connector is not None else StepOrders()
+        unclean, self._unclean = (*self._unclean, *plan.fresh_blocks), []
+        if plan.shares or unclean or orders:
+            self.executor.submit(_numbers(plan, unclean), orders)
+        if plan.shares:
+            self._in_flight.append(plan)
+        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
+        outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
+        return bool(plan.shares)
+
+    def _collect(self, plan: StepPlan) -> list[Output]:
+        """Wait for the oldest step on its way."""
+        logits = self.executor.collect().logits
         self._steps += 1
-        logits = self._runner.run(plan.shares)
         ready = [share.request for share in plan.shares if share.wants_logits]
         chosen = choose(logits, [self._row(request) for request in ready]) if logits is not None else []
         self._keep_books(plan.shares)
@@ -223,8 +236,6 @@ class Engine:
 
     def _keep_books(self, shares: Sequence[Share]) -> None:
         """The KV of these shares is stored."""
-        if any(share.request.for_remote for share in shares):
-            self.cache.wait_written()
         for share in shares:
             request = share.request
             request.num_computed = share.stop
@@ -336,7 +347,7 @@ class Engine:
         if failed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
             request.num_handed_over = arrived - request.num_cached
-        self.cache.clear(request.block_ids[request.num_computed // size :])
+        self._unclean += request.block_ids[request.num_computed // size :]
         self.scheduler.run(request)
         self._remember(request)
 
@@ -400,6 +411,15 @@ class Engine:
     def check(self) -> None:
         """Prove that every block is accounted for. For tests and debugging."""
         self.blocks.check([request.block_ids for request in self._requests.values()])
+
+
+def _numbers(plan: StepPlan, unclean: Sequence[int]) -> StepInput:
+    """What the ranks are told of a plan."""
+    shares = tuple(
+        ShareInput(tuple(share.token_ids), share.start, share.stop, share.request.tables, int(share.wants_logits))
+        for share in plan.shares
+    )
+    return StepInput(shares, clear=tuple(unclean))
 
 
 def _first_token(request: Request) -> FirstToken:

@@ -5,6 +5,7 @@ ones have one more where they do not come out even. Inside a stage, heads and in
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -117,7 +118,7 @@ def runs(extent: int, parts: int) -> tuple[range, ...]:
     """`extent` dealt out in runs, the first ones one longer where it does not come out even."""
     each, rest = divmod(extent, parts)
     starts = [part * each + min(part, rest) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def check_parallel(*, tp: int, pp: int, num_heads: int, num_kv_heads: int, num_layers: int) -> None:
