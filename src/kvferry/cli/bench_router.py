@@ -188,7 +188,8 @@ class _Turn:
         whole = sum(b"data: [DONE]" in reply.body for reply in replies)
         if whole != args.streams:
             raise FerryError(f"{self._name}: {whole} of {args.streams} streams were whole. Leave it out with --routers")
-        return args.streams * args.chunks / max(router_s, 0.01)
+        num_chunks: int = args.streams * args.chunks
+        return num_chunks / max(router_s, 0.01)
 
     async def _ttft(self) -> float:
         script = Script(prefill_ms=self._args.prefill_ms, registration_ms=self._args.registration_ms, chunks=2)
@@ -196,8 +197,7 @@ class _Turn:
         client = await Client.connect(self._target)
         replies = [await client.send(self._request(stream=True)) for _ in range(_NUM_TTFT)]
         client.close()
-        median: float = 1e3 * percentile([reply.first_byte_s for reply in replies], 50)
-        return median
+        return 1e3 * percentile([reply.first_byte_s for reply in replies], 50)
 
     # ---- the scripted workers ----
 

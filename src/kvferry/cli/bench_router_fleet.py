@@ -158,7 +158,9 @@ class _Connection(asyncio.Protocol):
         elif path == b"/v1/kvferry":
             self._answer(msgspec.json.encode(self._info()))
         elif path == b"/v1/models":
-            self._answer(b'{"object":"list","data":[{"id":"scripted","object":"model","created":1,"owned_by":"x"}]}')
+            self._answer(b'{"object":"list","data":[{"id":"scripted","object":"model","created":1,"owned_by":"vllm"}]}')
+        elif path == b"/version":
+            self._answer(b'{"version":"0.32.0"}')  # for routers that ask which engine they are before
         elif path.startswith(b"/health"):
             self._answer(b"{}")
         else:

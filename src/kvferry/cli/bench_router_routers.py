@@ -53,6 +53,7 @@ def _vllm_router(rivals: Path, prefill: str, decode: str, port: int) -> list[str
     return [
         str(rivals / "bin" / "vllm-router"), "--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode,
         "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port()), "--log-level", "error",
+        "--policy", "round_robin",
     ]  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def _smg(rivals: Path, prefill: str, decode: str, port: int) -> list[str]:
     return [
         str(rivals / "bin" / "smg"), "launch", "--backend", "vllm", "--pd-disaggregation", "--prefill", prefill,
         "--decode", decode, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(_free_port()),
-        "--log-level", "error",
+        "--log-level", "error", "--policy", "round_robin",
     ]  # fmt: skip
 
 
