@@ -1,0 +1,327 @@
+"""vLLM servers as child processes: started with a connector, waited for with progress, ended with nothing left.
+
+Life of a server: STARTING (start) -> READY (wait_ready: /health answers 200) -> ENDED (stop, or kill for a fault).
+Every server has a session of its own, so that its engine and worker processes are found by id even after their parent
+was killed. Knows nothing of vLLM but its command line and its HTTP.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvferry.errors import ConfigError, FerryError
+
+__all__ = ["CONNECTORS", "SERVED_AS", "VllmServer", "VllmSpec", "free_port", "kv_transfer_config"]
+
+CONNECTORS = ("none", "builtin", "kvferry")
+SERVED_AS = "m"
+"""The model's name in requests."""
+KVFERRY_CLASS, KVFERRY_MODULE = "KvferryConnector", "kvferry.engines.vllm.connector"
+_BUILTIN = {"pull": "NixlConnector", "push": "NixlPushConnector"}
+_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSpec:
+    """One server. `extra` goes into kv_connector_extra_config, `config` beside it, `flags` on the command line."""
+
+    name: str
+    python: str
+    model: Path
+    connector: str
+    role: str = "both"
+    mode: str = "pull"
+    tp: int = 1
+    pp: int = 1
+    dtype: str = "float32"
+    block_tokens: int | None = None
+    max_tokens: int = 2048
+    kv_gib: int = 1
+    eager: bool = True
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> "VllmSpec":
+        """The same with other fields."""
+        return replace(self, **changes)
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` consecutive ports that nobody listens on now. Another process may still be quicker."""
+    for _ in range(50):
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+        if all(_is_free(one) for one in range(port, port + count)):
+            return port
+    raise FerryError(f"no {count} consecutive ports are free. End what listens on them")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def kv_transfer_config(spec: VllmSpec) -> dict[str, Any] | None:
+    """The value of --kv-transfer-config; None where no connector is asked for."""
+    if spec.connector not in CONNECTORS:
+        raise ConfigError(f"connector {spec.connector!r} is none of {CONNECTORS}. Name one of them")
+    if spec.connector == "none":
+        return None
+    config: dict[str, Any] = {
+        "kv_role": _ROLES[spec.role],
+        "engine_id": spec.name,
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": dict(spec.extra),
+    }
+    if spec.connector == "builtin":
+        config["kv_connector"] = _BUILTIN[spec.mode]
+    else:
+        config["kv_connector"] = KVFERRY_CLASS
+        config["kv_connector_module_path"] = KVFERRY_MODULE
+        config["kv_connector_extra_config"] = {"transfer_mode": spec.mode, **spec.extra}
+    return config | dict(spec.config)
+
+
+class VllmServer:
+    """A started server. A context: leaving it ends every process of it."""
+
+    def __init__(self, spec: VllmSpec, tell: Callable[[str], None] | None = None) -> None:
+        """Nothing is started yet. `tell` hears of progress."""
+        self.spec = spec
+        self.port = free_port()
+        self.side_port = free_port(spec.tp * spec.pp)
+        self.log_path = Path(tempfile.mkdtemp(prefix="kvferry-vllm-")) / f"{spec.name}.log"
+        self.started_s = 0.0
+        self.ready_after_s = 0.0
+        self._tell = tell or (lambda text: print(f"  {text}", file=sys.stderr, flush=True))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._shared: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def argv(self) -> list[str]:
+        """The command line."""
+        spec = self.spec
+        argv = [spec.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(spec.model)]
+        argv += ["--served-model-name", SERVED_AS, "--host", "127.0.0.1", "--port", str(self.port)]
+        argv += ["--max-model-len", str(spec.max_tokens), "--dtype", spec.dtype]
+        argv += ["--enforce-eager"] if spec.eager else []
+        argv += ["--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)]
+        if spec.block_tokens is not None:
+            argv += ["--block-size", str(spec.block_tokens)]
+        config = kv_transfer_config(spec)
+        if config is not None:
+            argv += ["--kv-transfer-config", json.dumps(config)]
+        return [*argv, *spec.flags]
+
+    def environment(self) -> dict[str, str]:
+        """Ours, with what vLLM needs on a small machine, and the spec's own."""
+        ours = {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.spec.kv_gib),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**os.environ, **ours, **self.spec.env}
+
+    def start(self) -> "VllmServer":
+        """Start the process; returns at once."""
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.argv(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment(),
+                start_new_session=True,
+            )  # fmt: skip
+        self.started_s = time.monotonic()
+        return self
+
+    def wait_ready(self, timeout_s: float = 180.0) -> "VllmServer":
+        """Block until /health answers 200. Raises FerryError with the end of the log if it ended, or never answered."""
+        assert self._process is not None, "start() comes first"
+        told_s = time.monotonic()
+        while True:
+            if self.healthy():
+                self.ready_after_s = time.monotonic() - self.started_s
+                self._note_shared_memory()
+                self._tell(f"{self.spec.name}: ready after {self.ready_after_s:.0f} s")
+                return self
+            now_s = time.monotonic()
+            if self._process.poll() is not None:
+                raise FerryError(
+                    f"vLLM {self.spec.name!r} ended at its start: {self.last_error()}. Log: {self.log_path}"
+                )
+            if now_s - self.started_s > timeout_s:
+                raise FerryError(
+                    f"vLLM {self.spec.name!r} was not ready after {timeout_s:.0f} s: {self.log_tail(1)!r}. "
+                    f"Log: {self.log_path}. Give it more time, or memory"
+                )
+            if now_s - told_s > 10.0:
+                told_s = now_s
+                self._tell(f"{self.spec.name}: starting, {now_s - self.started_s:.0f} s: {self.log_tail(1)[:100]}")
+            time.sleep(_POLL_S)
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """True if /health answers 200 now."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError, ValueError):
+            return False
+
+    def get_text(self, path: str, timeout_s: float = 10.0) -> str:
+        """The body of a GET. Raises FerryError if there is none."""
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}", timeout=timeout_s) as answer:
+                return str(answer.read().decode())
+        except (urllib.error.URLError, OSError) as error:
+            raise FerryError(f"{self.url}{path} does not answer: {error}. See {self.log_path}") from error
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a series over everything but the labels that are given; 0.0 where it is absent."""
+        total = 0.0
+        for line in self.get_text("/metrics").splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == name and all(f'{key}="{text}"' in series for key, text in labels.items()):
+                total += float(value)
+        return total
+
+    # What it wrote
+
+    def log(self) -> str:
+        """Everything so far."""
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, num_lines: int) -> str:
+        """The last lines that say something."""
+        return "\n".join([line for line in self.log().splitlines() if line.strip()][-num_lines:])
+
+    def last_error(self) -> str:
+        """The last line that names an exception, else the last line."""
+        lines = [line for line in self.log().splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line or "assert" in line.lower()]
+        return (named or lines or ["it wrote nothing"])[-1].strip()[-300:]
+
+    # Its processes
+
+    def pids(self) -> list[int]:
+        """Every living process of this server, its parent first: those of its session, which outlives the parent."""
+        main = self._process.pid if self._process else -1
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[3]) == main and fields[0] != "Z":
+                        found.append(int(entry.name))
+        return sorted(found, key=lambda pid: (pid != main, pid))
+
+    def rss_mib(self) -> float:
+        """Memory of all processes that is theirs alone (PSS where the kernel tells it), in MiB."""
+        total_kib = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                    if line.startswith("Pss:"):
+                        total_kib += int(line.split()[1])
+        return total_kib / 1024
+
+    def cpu_s(self) -> float:
+        """Processor time of all processes since they started, in seconds."""
+        ticks = 0
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def running(self) -> bool:
+        """True while the process that was started lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to every process of this server, each by its id."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """kill -9, all of it at once; nothing is told to anybody."""
+        self._note_shared_memory()
+        self.signal_all(signal.SIGKILL)
+        self._await_end(10.0)
+        self._unlink_shared_memory()
+
+    def stop(self, grace_s: float = 8.0) -> None:
+        """SIGTERM, then SIGKILL to what is left, then remove the shared memory that was theirs. Never raises."""
+        if self._process is None:
+            return
+        self._note_shared_memory()
+        if self.running() and grace_s > 0:
+            self._process.send_signal(signal.SIGTERM)
+            self._await_end(grace_s)
+        self.signal_all(signal.SIGKILL)
+        self._await_end(10.0)
+        self._unlink_shared_memory()
+
+    def _await_end(self, timeout_s: float) -> None:
+        if self._process is None:
+            return
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            self._process.poll()
+            if not self.pids() and self._process.returncode is not None:
+                return
+            time.sleep(_POLL_S / 2)
+
+    def _note_shared_memory(self) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    path = line.partition("/dev/shm/")[2]
+                    if path and not path.endswith(" (deleted)"):
+                        self._shared.add(path)
+
+    def _unlink_shared_memory(self) -> None:
+        """Killed processes leave their files in /dev/shm: those that were mapped by ours, and by nobody now."""
+        left = {name for name in self._shared if Path("/dev/shm", name).exists()}
+        if left:
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit():
+                    with contextlib.suppress(OSError):
+                        maps = (entry / "maps").read_text()
+                        left -= {name for name in left if f"/dev/shm/{name}" in maps}
+        for name in left:
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+    def __enter__(self) -> "VllmServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
