@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["HandoffStats", "HandoffTiming", "PromptAccount"]
+__all__ = ["HandoffStats", "HandoffTiming", "PromptAccount", "StageTimes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,22 @@ class HandoffTiming:
     """From the request's arrival until its KV had landed."""
     verified_cells: int = 0
     """Pieces of KV compared with prefill's by digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """When one request got how far, by the engine's own monotonic clock; None: it did not."""
+
+    arrived_s: float
+    reserved_s: float | None = None
+    """It had blocks, and began to wait for the KV that another engine was to bring."""
+    landing_s: float | None = None
+    """The first post of that transfer (pull), or its registration (push)."""
+    landed_s: float | None = None
+    computing_s: float | None = None
+    """It was first part of a step."""
+    first_token_s: float | None = None
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy
-from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["FinishReason", "GenerateRequest", "Output", "SamplingParams", "TokenLogprobs"]
@@ -134,3 +134,5 @@ class Output:
     """On the last Output of a do_remote_decode request: what the decode side needs."""
     timing: HandoffTiming | None = None
     """On the last Output of a request whose KV came from another engine."""
+    stages: StageTimes | None = None
+    """On the last Output."""

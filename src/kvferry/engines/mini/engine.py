@@ -214,9 +214,20 @@ class Engine:
             self.executor.submit(_numbers(plan, unclean), orders)
         if plan.shares:
             self._in_flight.append(plan)
+        self._note_stages(plan)
         outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
         outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
         return bool(plan.shares)
+
+    def _note_stages(self, plan: StepPlan) -> None:
+        """Who is computed, or waits for KV, for the first time."""
+        now_s = self._clock.now_s()
+        for share in plan.shares:
+            if share.request.stages.computing_s is None:
+                share.request.stages = replace(share.request.stages, computing_s=now_s)
+        for request in self.scheduler.waiting_for_kv.values():
+            if request.stages.reserved_s is None:
+                request.stages = replace(request.stages, reserved_s=now_s)
 
     def _collect(self, plan: StepPlan) -> list[Output]:
         """Wait for the oldest step on its way."""
@@ -259,6 +270,8 @@ class Engine:
         request.tokens.append(choice.token)
         request.chosen = choice.logprobs
         self._answer_tokens += 1
+        if request.stages.first_token_s is None:
+            request.stages = replace(request.stages, first_token_s=self._clock.now_s())
         finish = request.answer.push(choice.token, choice.logprobs)
         return self._end(request, finish) if finish is not None else self._output(request)
 
@@ -276,6 +289,7 @@ class Engine:
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop if finish else None,
             timing=request.timing if finish else None,
+            stages=replace(request.stages, ended_s=self._clock.now_s()) if finish else None,
         )
 
     def _end(self, request: Request, finish: Finish, *, aborted: bool = False, error: str | None = None) -> Output:
@@ -353,11 +367,13 @@ class Engine:
 
     def _land(self, request: Request, landed: Landed) -> Output | None:
         """The prompt's KV is in our blocks: go on behind it."""
+        now_s = self._clock.now_s()
+        request.stages = replace(request.stages, landing_s=now_s - landed.transfer_s, landed_s=now_s)
         request.timing = HandoffTiming(
             num_bytes=landed.num_bytes,
             num_runs=landed.num_runs,
             transfer_s=landed.transfer_s,
-            wait_s=self._clock.now_s() - request.arrived_s,
+            wait_s=now_s - request.arrived_s,
             verified_cells=landed.verified_cells,
         )
         if request.state is not State.WAITING_FOR_KV:

@@ -8,7 +8,7 @@ from kvferry.engines.mini.blocks import BlockHash
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
 from kvferry.settings import FailurePolicy
-from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
@@ -55,6 +55,7 @@ class Request:
         self.num_handed_over = 0
         self.why = ""
         self.timing: HandoffTiming | None = None
+        self.stages = StageTimes(arrived_s)
         self.accounted = False
 
     @property
