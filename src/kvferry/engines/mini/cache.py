@@ -1,59 +1,194 @@
-"""The memory of the KV cache: one allocation, block-major, so that a block of all layers is one run of bytes.
+"""The memory of one rank's cache: one allocation of pages, on which the cache groups take turns.
 
-Shape: [num_blocks, num_layers, 2 (key, value), kv_heads, block_tokens, head_dim].
+A page holds one block (of a state group: one state) of all the layers that one group has on this rank, one behind the
+other; a block of all layers is one run of bytes. So a block id says where a block is, whichever group it belongs to.
+For a model of one kind of layers a page is [layers, key and value, kv_heads, block_tokens, head_dim].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
 
 import torch
 
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.specs import CachePart, GroupSpec, LayerCache, attention_parts, make_groups
 from kvferry.errors import ConfigError
-from kvferry.layout.builders import block_major, head_range
-from kvferry.layout.description import CacheLayout, MemoryKind
+from kvferry.layout.builders import MADE_UP_ADDRESS
+from kvferry.layout.description import (
+    Axis,
+    CacheGroup,
+    CacheKind,
+    CacheLayout,
+    MemoryKind,
+    Paging,
+    Rank,
+    Region,
+    Tensor,
+)
 
-__all__ = ["KVCache"]
+__all__ = ["ENCODINGS", "KVCache", "Placement", "place"]
 
-ENCODINGS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+ENCODINGS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
+STATE_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a rank's parts lie in a page. Made from descriptions alone: no memory is needed."""
+
+    groups: tuple[GroupSpec, ...]
+    block_tokens: int
+    page_bytes: int
+    parts: dict[tuple[str, str], tuple[CachePart, int, int]]
+    """By layer and part: the part, its group, and where it begins in the page."""
+
+    def strides(self, part: CachePart, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and strides, in elements, of one part of one page, with the axis of tokens if it has one."""
+        sizes = list(part.sizes)
+        if self.groups[group].kind is not CacheKind.STATE:
+            sizes.insert(part.token_at, self.block_tokens)
+        return tuple(sizes), tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+    def layout(
+        self, num_blocks: int, *, rank: Rank, address: int = MADE_UP_ADDRESS, kind: MemoryKind, device: int = 0
+    ) -> CacheLayout:
+        """Where every byte is, for the connector."""
+        tensors = []
+        for (layer, name), (part, group, offset) in self.parts.items():
+            element = part.dtype.itemsize
+            strides = [element * stride for stride in self.strides(part, group)[1]]
+            paged = self.groups[group].kind is not CacheKind.STATE
+            token = strides.pop(part.token_at) if paged else None
+            axes = tuple(Axis(*axis, stride) for axis, stride in zip(part.axes, strides, strict=True))
+            paging = Paging(num_blocks, self.page_bytes, token)
+            tensors.append(Tensor(layer, name, part.encoding, element, 0, group, offset, paging, axes))
+        groups = [
+            CacheGroup(spec.kind, 0 if spec.kind is CacheKind.STATE else self.block_tokens, spec.window_tokens)
+            for spec in self.groups
+        ]
+        region = Region(address, num_blocks * self.page_bytes, kind, device)
+        return CacheLayout(rank, (region,), tuple(groups), tuple(tensors))
+
+
+def place(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], block_tokens: int) -> Placement:
+    """Lay out the layers of one rank. `groups`: of the whole model.
+
+    In each group the parts with the longest rows come first, layer by layer, so that scales lie behind all keys and
+    values. A page is a whole number of rows: KVCache.rows reads the allocation as rows of one (block, head).
+    """
+    parts: dict[tuple[str, str], tuple[CachePart, int, int]] = {}
+    page, unit = 0, 1
+    by_name = {layer.layer: layer for layer in layers}
+    for number, group in enumerate(groups):
+        state = group.kind is CacheKind.STATE
+        held = [(name, part) for name in group.layers if name in by_name for part in by_name[name].parts]
+        if not state:
+            held.sort(key=lambda entry: (entry[1].name.endswith(".scale"), -_row_bytes(entry[1], block_tokens)))
+        offset = 0
+        for name, part in held:
+            align = STATE_ALIGN_BYTES if state else part.dtype.itemsize
+            offset = -(-offset // align) * align
+            parts[name, part.name] = (part, number, offset)
+            offset += part.num_bytes * (1 if state else block_tokens)
+            unit = lcm(unit, align if state or part.name.endswith(".scale") else _row_bytes(part, block_tokens))
+        page = max(page, offset)
+    return Placement(tuple(groups), block_tokens, -(-page // unit) * unit, parts)
+
+
+def _row_bytes(part: CachePart, block_tokens: int) -> int:
+    """What of a block lies together for each head: its tokens, each with the axes behind theirs."""
+    return block_tokens * prod(part.sizes[part.token_at :]) * part.dtype.itemsize
 
 
 class KVCache:
-    """Owns the tensor. Block 0 is never given to a request: it stays zero, and pads short block tables."""
+    """Owns the memory. Block 0 is never given to a request: it stays zero, and pads short block tables."""
+
+    config: ModelConfig
+    """Of a cache of one group, until attention goes by `view` alone."""
 
     def __init__(
-        self, config: ModelConfig, *, num_blocks: int, block_tokens: int, dtype: torch.dtype, device: str
+        self,
+        layers: Sequence[LayerCache],
+        groups: Sequence[GroupSpec],
+        *,
+        num_blocks: int,
+        block_tokens: int,
+        device: str,
+        rank: Rank | None = None,
     ) -> None:
-        self.config = config
+        """`layers`: of this rank; `groups`: of the whole model. Raises ConfigError if there is no memory for it."""
+        self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, block_tokens, config.head_dim)
+        self.placement = place(layers, groups, block_tokens)
+        self._rank = rank or Rank()
+        dtypes = {part.dtype for part, _, _ in self.placement.parts.values()}
+        # Of several dtypes the bytes are all that they have in common.
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        need = num_blocks * self.placement.page_bytes
+        _check_memory(need, self.placement.page_bytes, device)
         try:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.data = torch.zeros(
+                (num_blocks, self.placement.page_bytes // dtype.itemsize), dtype=dtype, device=device
+            )
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            need = num_blocks * block_bytes(config, block_tokens, dtype)
             raise ConfigError(
                 f"no memory for a cache of {need} bytes: {error}. Lower cache_bytes (--cache-gb)."
             ) from error
-        self._layers = [self.data[:, i] for i in range(config.num_layers)]
-        # The same memory as rows of one (block, layer, part, head), from each layer's first row on.
-        rows = self.data.view(-1, block_tokens * config.head_dim)
-        self._rows = [rows[i * 2 * config.num_kv_heads :] for i in range(config.num_layers)]
-        self._rows_of_part = torch.arange(2 * config.num_kv_heads, device=device).view(2, 1, config.num_kv_heads, 1)
+        """[num_blocks, elements of a page]."""
+        self._views = {name: self._view(*where) for name, where in self.placement.parts.items()}
+        self._names = list(dict.fromkeys(layer for layer, _ in self.placement.parts))
+        self._rows: dict[str, torch.Tensor] = {}
 
     @classmethod
     def create(
         cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: torch.device
     ) -> "KVCache":
-        """As the settings say. Raises ConfigError if not even two blocks fit, with the bytes that would do."""
-        one = block_bytes(config, settings.block_tokens, dtype)
-        num_blocks = settings.num_blocks or settings.cache_bytes // one
-        if num_blocks < 2:
-            raise ConfigError(
-                f"cache_bytes={settings.cache_bytes!r} holds {num_blocks} blocks of {one} bytes; at least 2 are "
-                f"needed. Set cache_bytes (--cache-gb, in GiB) to {2 * one} or more."
-            )
-        return cls(config, num_blocks=num_blocks, block_tokens=settings.block_tokens, dtype=dtype, device=str(device))
+        """For a whole model of the Llama family."""
+        layers = dense_layers(config, dtype)
+        cache = cls.sized(layers, make_groups(layers), settings, device)
+        cache.config = config
+        cache.data = cache.data.view(
+            cache.num_blocks, config.num_layers, 2, config.num_kv_heads, cache.block_tokens, config.head_dim
+        )
+        return cache
+
+    @classmethod
+    def sized(
+        cls,
+        layers: Sequence[LayerCache],
+        groups: Sequence[GroupSpec],
+        settings: EngineSettings,
+        device: torch.device,
+        *,
+        rank: Rank | None = None,
+        num_blocks: int | None = None,
+    ) -> "KVCache":
+        """As the settings say, or with `num_blocks`. Raises ConfigError if not even two blocks fit."""
+        count = num_blocks or num_blocks_of(layers, groups, settings)
+        return cls(layers, groups, num_blocks=count, block_tokens=settings.block_tokens, device=str(device), rank=rank)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
+    def view(self, layer: str, part: str) -> torch.Tensor:
+        """[num_blocks, axes of the part, with that of the tokens if it has one]: one part of one layer, in place."""
+        return self._views[layer, part]
+
+    def group_of(self, layer: str) -> int:
+        """Which block table a layer goes by."""
+        return next(group for (name, _), (_, group, _) in self.placement.parts.items() if name == layer)
+
+    def _view(self, part: CachePart, group: int, offset: int) -> torch.Tensor:
+        typed = self.data.view(torch.uint8).view(part.dtype)
+        sizes, strides = self.placement.strides(part, group)
+        page = self.placement.page_bytes // part.dtype.itemsize
+        start = offset // part.dtype.itemsize
+        return typed.as_strided((self.num_blocks, *sizes), (page, *strides), start)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero some blocks, before they are given to a request.
@@ -64,47 +199,108 @@ class KVCache:
         if block_ids:
             self.data.index_fill_(0, torch.tensor(block_ids, device=self.data.device), 0)
 
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks: (from, to). All are read before one is written."""
+        pairs = list(pairs)
+        if pairs:
+            source, target = torch.tensor(pairs, device=self.data.device).unbind(1)
+            self.data.index_copy_(0, target, self.data.index_select(0, source))
+
     def wait_written(self) -> None:
         """Block until all that was stored or cleared is really in memory: before somebody else reads or writes it."""
         if self.data.device.type == "cuda":
             torch.cuda.current_stream(self.data.device).synchronize()
 
-    def rows(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Which rows `gather` reads for block tables [batch, blocks]: [2 * batch * kv_heads * blocks]."""
-        per_block = self.config.num_layers * 2 * self.config.num_kv_heads
-        return (block_ids[None, :, None, :] * per_block + self._rows_of_part).flatten()
+    # Reading many blocks with one copy
 
-    def gather(self, layer: int, rows: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [batch, kv_heads, blocks * block_tokens, head_dim], of some rows; one copy."""
-        found = torch.index_select(self._rows[layer], 0, rows)
-        keys, values = found.view(2, batch, self.config.num_kv_heads, -1, self.config.head_dim)
-        return keys, values
+    def rows(self, layer: str | int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Which rows `gather` reads for block tables [batch, blocks]: [parts * batch * heads * blocks].
+
+        A row is what one head has of one block. The rows of layers with equal parts are the same.
+        """
+        parts = self._gathered(layer)
+        part = parts[0][0]
+        row = _row_bytes(part, self.block_tokens)
+        heads = prod(part.sizes[: part.token_at])
+        within = torch.arange(len(parts) * heads, device=self.data.device).view(len(parts), 1, heads, 1)
+        return (block_ids[None, :, None, :] * (self.placement.page_bytes // row) + within).flatten()
+
+    def gather(self, layer: str | int, rows: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
+        """Keys and values, each [batch, kv_heads, blocks * block_tokens, head_dim], of some rows; one copy. Of a latent
+        cache: the latents, [batch, blocks * block_tokens, dim]."""
+        parts = self._gathered(layer)
+        part, _, offset = parts[0]
+        name = self._name(layer)
+        if (held := self._rows.get(name)) is None:
+            row = _row_bytes(part, self.block_tokens)
+            assert offset % row == 0, "the parts with the longest rows come first"
+            typed = self.data.view(torch.uint8).view(part.dtype)
+            held = self._rows[name] = typed.view(-1, row // part.dtype.itemsize)[offset // row :]
+        found = torch.index_select(held, 0, rows)
+        return tuple(found.view(len(parts), batch, *part.sizes[: part.token_at], -1, *part.sizes[part.token_at :]))
 
     def store(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
+        self, layer: str | int, keys: torch.Tensor, values: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         """Write keys and values [tokens, kv_heads, head_dim]; `slots`: each token's block, and place in the block."""
         blocks, offsets = slots
-        self._layers[layer][blocks, 0, :, offsets] = keys
-        self._layers[layer][blocks, 1, :, offsets] = values
+        name = self._name(layer)
+        self._views[name, "k"][blocks, :, offsets] = keys
+        self._views[name, "v"][blocks, :, offsets] = values
+
+    def _name(self, layer: str | int) -> str:
+        return layer if isinstance(layer, str) else self._names[layer]
+
+    def _gathered(self, layer: str | int) -> list[tuple[CachePart, int, int]]:
+        name = self._name(layer)
+        return [self.placement.parts[name, part] for part in ("k", "v", "latent") if (name, part) in self._views]
 
     def layout(self) -> CacheLayout:
         """Where every byte is, for the connector."""
         on_cuda = self.data.device.type == "cuda"
-        return block_major(
-            [f"layers.{i}.attn" for i in range(self.config.num_layers)],
-            num_blocks=self.num_blocks,
-            block_tokens=self.block_tokens,
-            heads=head_range(self.config.num_kv_heads, 0, 1),
-            head_dim=self.config.head_dim,
-            element_bytes=self.data.element_size(),
-            encoding=ENCODINGS[self.data.dtype],
+        return self.placement.layout(
+            self.num_blocks,
+            rank=self._rank,
             address=self.data.data_ptr(),
             kind=MemoryKind.VRAM if on_cuda else MemoryKind.DRAM,
             device=(self.data.device.index or 0) if on_cuda else 0,
         )
 
 
-def block_bytes(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one block of all layers."""
-    return config.num_layers * 2 * config.num_kv_heads * block_tokens * config.head_dim * dtype.itemsize
+def dense_layers(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerCache, ...]:
+    """Every layer of the Llama family keeps every token."""
+    parts = attention_parts((config.num_kv_heads, 0, config.num_kv_heads), config.head_dim, dtype, ENCODINGS[dtype])
+    return tuple(LayerCache(f"layers.{i}.attn", CacheKind.FULL, None, parts) for i in range(config.num_layers))
+
+
+def num_blocks_of(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], settings: EngineSettings) -> int:
+    """How many blocks a rank can have by the settings. Raises ConfigError if that is not even two."""
+    page = place(layers, groups, settings.block_tokens).page_bytes
+    num_blocks = settings.num_blocks or settings.cache_bytes // page
+    if num_blocks < 2:
+        raise ConfigError(
+            f"cache_bytes={settings.cache_bytes!r} holds {num_blocks} blocks of {page} bytes; at least 2 are "
+            f"needed. Set cache_bytes (--cache-gb, in GiB) to {2 * page} or more."
+        )
+    return num_blocks
+
+
+def _check_memory(need: int, page: int, device: str) -> None:
+    """Linux gives out memory that it does not have, and ends the process when it is used: so ask first."""
+    free = _free_bytes(device)
+    if free is not None and need > free:
+        raise ConfigError(
+            f"no memory for a cache of {need} bytes: {free} bytes are free on {device!r}. Set cache_bytes (--cache-gb, "
+            f"in GiB) to {free // page * page} or less."
+        )
+
+
+def _free_bytes(device: str) -> int | None:
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None  # not Linux: the allocation itself will tell

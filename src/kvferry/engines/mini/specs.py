@@ -1,0 +1,129 @@
+"""The records between the scheduler, the cache and the network: what a layer keeps, and what one step computes.
+
+All are frozen and hold no object of the engine, so that they can go to ranks in other processes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from kvferry.layout.blocks import BlockTable
+from kvferry.layout.description import CacheKind
+
+__all__ = [
+    "CachePart",
+    "GroupSpec",
+    "LayerCache",
+    "ShareInput",
+    "StepInput",
+    "attention_parts",
+    "make_groups",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One array that a layer keeps of each token, or, for a recurrent state, of each request: this rank's shard of it.
+
+    In C order, outermost axis first. In a block the axis of its tokens stands before `axes[token_axis]`; by default
+    before the last one: keys with the axes (head, dim) lie as [head, token, dim].
+    """
+
+    name: str
+    dtype: torch.dtype
+    encoding: str
+    """What the bytes of an element mean, for peers: `bf16`, `fp8_e4m3`, ... See docs/reference/layout.md."""
+    axes: tuple[tuple[str, int, int, int], ...] = ()
+    """Of each: its name, its extent over all ranks, and the range [start, stop) of it that this rank holds."""
+    token_axis: int | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How long each axis is on this rank."""
+        return tuple(stop - start for _, _, start, stop in self.axes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one token, or of one state."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def token_at(self) -> int:
+        """Where the tokens' axis stands among the others."""
+        return max(0, len(self.axes) - 1) if self.token_axis is None else self.token_axis
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What one layer keeps."""
+
+    layer: str
+    """Its name in the whole model, the same on every rank and for every peer: `layers.3.attn`, `layers.7.mamba`,
+    `mtp.0.attn`, `draft.layers.0.attn`."""
+    kind: CacheKind
+    window_tokens: int | None
+    """WINDOW: how many tokens back it sees, itself included."""
+    parts: tuple[CachePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers that share one block table, over all stages of the model: the same on every rank."""
+
+    kind: CacheKind
+    window_tokens: int | None
+    layers: tuple[str, ...]
+
+
+def attention_parts(
+    heads: tuple[int, int, int], dim: int, dtype: torch.dtype, encoding: str
+) -> tuple[CachePart, CachePart]:
+    """Keys and values of ordinary attention; `heads`: how many the model has, and the range that this rank holds."""
+    axes = (("head", *heads), ("dim", dim, 0, dim))
+    return CachePart("k", dtype, encoding, axes), CachePart("v", dtype, encoding, axes)
+
+
+def make_groups(layers: Sequence[LayerCache]) -> tuple[GroupSpec, ...]:
+    """Deal the layers of the whole model out into groups, kinds in the order in which they first appear.
+
+    Groups take turns on pages of one size, so they should be of one size too: as many layers as the rarest kind has.
+    The layers of a kind are dealt out one by one, so that every pipeline stage has its share of every group.
+    """
+    kinds: dict[tuple[CacheKind, int | None], list[str]] = {}
+    for layer in layers:
+        kinds.setdefault((layer.kind, layer.window_tokens), []).append(layer.layer)
+    size = min((len(names) for names in kinds.values()), default=1)
+    groups = []
+    for (kind, window), names in kinds.items():
+        count = -(-len(names) // size)
+        groups += [GroupSpec(kind, window, tuple(names[first::count])) for first in range(count)]
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareInput:
+    """Compute tokens [start, stop) of one request."""
+
+    token_ids: tuple[int, ...]
+    """Those tokens."""
+    start: int
+    stop: int
+    tables: tuple[BlockTable, ...]
+    """One a group, in their order, with a block for every token of [start, stop) and for all that these look back on.
+    STATE: the slot that holds the state after `start` tokens (zeros for 0), where the one after `stop` goes."""
+    num_logits: int
+    """Wanted are the logits behind each of so many last tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step, as every rank gets it. In this order: copies (all are read before one is written), clear, shares."""
+
+    shares: tuple[ShareInput, ...] = ()
+    """Those of one token first."""
+    clear: tuple[int, ...] = ()
+    """Pages to be zeroed before anybody writes to them."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Pages to be copied whole: (from, to)."""
