@@ -11,6 +11,7 @@
   + RequestError           the client must change the request
     - RequestTooLong       prompt and answer do not fit the model's context
   + Overloaded             nobody's fault: ask again later
+  + RanksLost              nobody's fault: a process of this engine has died; it starts again, or ends
 """
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Overloaded",
     "PeerError",
     "PeerLost",
+    "RanksLost",
     "RequestError",
     "RequestTooLong",
     "TransferError",
@@ -70,3 +72,7 @@ class RequestTooLong(RequestError):
 
 class Overloaded(FerryError):
     """There is no room now; becomes HTTP 503 with Retry-After."""
+
+
+class RanksLost(FerryError):
+    """A process of this engine has died, and the others were ended: all that was open in them is lost."""

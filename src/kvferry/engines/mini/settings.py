@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 
-__all__ = ["DTYPES", "EngineSettings"]
+__all__ = ["DTYPES", "ON_RANK_DEATH", "EngineSettings"]
 
 DTYPES = ("auto", "float32", "bfloat16")
+ON_RANK_DEATH = ("restart", "exit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +49,27 @@ class EngineSettings:
     """For requests without a seed of their own."""
 
     threads: int | None = None
-    """Threads of the model's arithmetic on CPU; None: as torch decides."""
+    """Threads of the model's arithmetic on CPU, of each rank; None: as torch decides, or, with several ranks, the cores
+    dealt out among them."""
+
+    tp: int = 1
+    """Tensor parallel: so many processes share the heads and inner rows of each layer."""
+
+    pp: int = 1
+    """Pipeline parallel: so many stages, each of `tp` processes, have a run of layers each."""
+
+    on_rank_death: str = "restart"
+    """When a process of the engine dies, its requests end with an error; then `restart`: the processes are started anew,
+    as a new incarnation that peers meet again; or `exit`: the worker ends."""
+
+    rank_timeout_s: float = 120.0
+    """A process that does not do its part of a step in so many seconds is taken for dead."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+        if self.on_rank_death not in ON_RANK_DEATH:
+            raise ConfigError(f"on_rank_death={self.on_rank_death!r} is unknown. Known: {', '.join(ON_RANK_DEATH)}.")
         for name, low in (
             ("block_tokens", 1),
             ("cache_bytes", 1),
@@ -61,6 +78,9 @@ class EngineSettings:
             ("max_running", 1),
             ("max_model_len", 2),
             ("threads", 1),
+            ("tp", 1),
+            ("pp", 1),
+            ("rank_timeout_s", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
