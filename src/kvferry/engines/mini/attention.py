@@ -58,6 +58,7 @@ class AttentionPlan:
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece], dtype: torch.dtype, windows: set[int | None]) -> None:
         """`pieces`: those of one token first, in the order of the batch."""
+        self._cache = cache
         self._device = cache.data.device
         self._dtype = dtype
         block = cache.block_tokens
@@ -75,8 +76,20 @@ class AttentionPlan:
             self._groups[window] = [self._group(cache, pieces, g, window) for g in _alike(pieces[:num_decoding])]
             self._chunks[window] = self._cut(cache, pieces[num_decoding:], num_decoding, window)
 
-    def attend(self, layer: int, queries: torch.Tensor, cache: KVCache, window: int | None) -> torch.Tensor:
-        """[tokens, heads, head_dim] of queries -> [tokens, heads * head_dim]."""
+    def attend(
+        self,
+        name: str,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See families.base.Batch."""
+        cache, layer = self._cache, int(name.split(".")[1])
+        window = cache.config.windows[layer]
+        cache.store(layer, keys, values, self.slots)
         num_tokens, num_heads, dim = queries.shape
         heads = cache.config.num_kv_heads
         shared = num_heads // heads  # query heads that read the same keys
@@ -86,7 +99,7 @@ class AttentionPlan:
             keys, values = cache.gather(layer, group.rows, batch)
             q = queries[group.tokens].view(batch * heads, shared, 1, dim)
             keys, values = (x.view(batch * heads, 1, -1, dim).expand(-1, shared, -1, -1) for x in (keys, values))
-            mixed = functional.scaled_dot_product_attention(q, keys, values, group.bias)
+            mixed = functional.scaled_dot_product_attention(q, keys, values, group.bias, scale=scale)
             parts.append((group, mixed.view(batch, -1)))
         if len(parts) == 1 and len(parts[0][0].tokens) == num_tokens:
             return parts[0][1]  # one group of all, in the order of the batch
@@ -100,7 +113,9 @@ class AttentionPlan:
             keys, values = (
                 x[0, :, None, : chunk.context].expand(heads, shared, chunk.context, dim) for x in (keys, values)
             )
-            mixed = functional.scaled_dot_product_attention(q, keys, values, chunk.bias, is_causal=chunk.bias is None)
+            mixed = functional.scaled_dot_product_attention(
+                q, keys, values, chunk.bias, is_causal=chunk.bias is None, scale=scale
+            )
             out[chunk.first : chunk.last] = mixed.permute(2, 0, 1, 3).reshape(-1, num_heads * dim)
         return out
 
@@ -115,7 +130,7 @@ class AttentionPlan:
         lengths = [pieces[i].stop for i in members]
         width = -(-max(lengths) // block)
         tables = [list(pieces[i].block_ids[: -(-pieces[i].stop // block)]) for i in members]
-        rows = cache.rows(self._tensor([table + [0] * (width - len(table)) for table in tables]))
+        rows = cache.rows(0, self._tensor([table + [0] * (width - len(table)) for table in tables]))
         position = torch.arange(width * block, device=self._device)
         length = self._tensor(lengths)[:, None]
         seen = position < length
@@ -137,7 +152,7 @@ class AttentionPlan:
                 if window is not None:
                     seen &= key > query - window
                 bias = self._bias(seen)
-            chunks.append(_Chunk(first, last, cache.rows(blocks), piece.stop, bias))
+            chunks.append(_Chunk(first, last, cache.rows(0, blocks), piece.stop, bias))
             first = last
         return chunks
 

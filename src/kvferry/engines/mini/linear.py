@@ -36,11 +36,12 @@ class Linear:
         """[rows, outputs]."""
         return self._plain(x, "none") if self._packed else functional.linear(x, self._weight, self.bias)
 
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(y)."""
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """silu(y), or gelu(y) by its approximation with tanh; `activation`: `silu` or `gelu_tanh`."""
         if self._packed:
-            return self._plain(x, "swish")
-        return functional.silu(functional.linear(x, self._weight, self.bias), inplace=True)
+            return self._plain(x, "swish") if activation == "silu" else self._plain(x, "gelu", "tanh")
+        y = functional.linear(x, self._weight, self.bias)
+        return functional.silu(y, inplace=True) if activation == "silu" else functional.gelu(y, approximate="tanh")
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """y * other."""
@@ -50,8 +51,8 @@ class Linear:
         """y + other."""
         return self._with(x, other, "add") if self._packed else self(x).add_(other)
 
-    def _plain(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], "")
+    def _plain(self, x: torch.Tensor, activation: str, how: str = "") -> torch.Tensor:
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], how)
         return y
 
     def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:

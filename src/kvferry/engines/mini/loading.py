@@ -3,7 +3,7 @@
 import json
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvferry.engines.mini.families import family_of
+from kvferry.engines.mini.families.base import Network
 from kvferry.engines.mini.linear import Linear
-from kvferry.engines.mini.llama import LayerWeights, Llama
 from kvferry.engines.mini.models import ModelConfig, find_model, read_config, read_json
+from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.progress import Progress
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Tokenizer
@@ -35,24 +37,34 @@ class LoadedModel:
     """As the operator named it."""
     directory: Path
     config: ModelConfig
-    network: Llama
+    network: Network
     tokenizer: Tokenizer
     dtype: torch.dtype
     device: torch.device
 
 
-def load_model(settings: EngineSettings) -> LoadedModel:
-    """Find, check and load. Shows progress on stderr. Raises UnknownModel, or ConfigError for a device or dtype."""
+def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedModel:
+    """Find, check and load a model, or one rank's part of it. The first rank shows its progress on stderr.
+
+    Raises UnknownModel, or ConfigError for a device or dtype.
+    """
+    shard = shard or Shard()
     directory = find_model(settings.model)
     config = read_config(directory)
     files = _weight_files(directory)
     dtype = _dtype(settings.dtype, config)
     device = _device(settings.device)
-    weights = _Weights(directory, files)
+    weights = _Weights(directory, files, dtype, device)
     weights.check(config)
     tokenizer = Tokenizer.from_directory(directory)
-    with Progress(f"load {settings.model}", total_bytes=weights.num_bytes, num_items=weights.num_tensors) as bar:
-        network = _build(config, weights, bar, dtype, device)
+    with Progress(
+        f"load {settings.model}",
+        total_bytes=weights.num_bytes,
+        num_items=weights.num_tensors,
+        silent=shard.index > 0,
+    ) as bar:
+        weights.bar = bar
+        network = family_of(config.architecture).build(config, weights, shard)
     logger.info("model loaded directory=%s dtype=%s device=%s", directory, dtype, device)
     return LoadedModel(settings.model, directory, config, network, tokenizer, dtype, device)
 
@@ -112,9 +124,12 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 class _Weights:
-    """All tensors of a model by name, over all its files. Opens the files in turn; nothing is read before `take`."""
+    """All tensors of a model by name, over all its files: families.base.Weights. Nothing is read before `take`."""
 
-    def __init__(self, directory: Path, files: list[Path]) -> None:
+    def __init__(self, directory: Path, files: list[Path], dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.bar = Progress("", total_bytes=0, num_items=0)
         self._directory = directory
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
@@ -141,80 +156,40 @@ class _Weights:
                     f"{shape}. Weights and config are of different models: copy both again."
                 )
 
-    def take(self, name: str) -> torch.Tensor:
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has such a tensor."""
+        return name in self._shapes
+
+    def take(
+        self, name: str, *, rows: slice | None = None, cols: slice | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """See families.base.Weights."""
         file = self._files[name]
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor: torch.Tensor = self._open[file].get_tensor(name)
+            part = self._open[file].get_slice(name)
+            index = tuple(slice(None) if s is None else s for s in (rows, cols))[: len(self._shapes[name])]
+            tensor: torch.Tensor = part[index] if index else self._open[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise UnknownModel(f"{file}: tensor {name!r} cannot be read: {error}. Copy the file again.") from error
-        return tensor
+        self.bar.advance(tensor.nbytes)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True)
+
+    def linear(
+        self,
+        *names: str,
+        rows: slice | Sequence[slice | None] | None = None,
+        cols: slice | None = None,
+        bias: bool = False,
+    ) -> Linear:
+        """See families.base.Weights."""
+        parts = [rows] * len(names) if rows is None or isinstance(rows, slice) else list(rows)
+        pairs = list(zip(names, parts, strict=True))
+        weight = torch.cat([self.take(f"{name}.weight", rows=part, cols=cols) for name, part in pairs])
+        return Linear(weight, torch.cat([self.take(f"{n}.bias", rows=part) for n, part in pairs]) if bias else None)
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that a checkpoint of this config must have."""
-    hidden, inner = config.hidden, config.intermediate
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
-    if not config.tied_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        layer = f"model.layers.{i}"
-        yield f"{layer}.input_layernorm.weight", (hidden,)
-        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-        for part, rows, cols, bias in (
-            ("self_attn.q_proj", query, hidden, config.qkv_bias),
-            ("self_attn.k_proj", key, hidden, config.qkv_bias),
-            ("self_attn.v_proj", key, hidden, config.qkv_bias),
-            ("self_attn.o_proj", hidden, query, config.output_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        ):
-            yield f"{layer}.{part}.weight", (rows, cols)
-            if bias:
-                yield f"{layer}.{part}.bias", (rows,)
-        if config.qk_norm:
-            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
-            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
-
-
-def _build(config: ModelConfig, weights: _Weights, bar: Progress, dtype: torch.dtype, device: torch.device) -> Llama:
-    def take(name: str) -> torch.Tensor:
-        tensor = weights.take(name)
-        bar.advance(tensor.nbytes)
-        return tensor.to(device=device, dtype=dtype, copy=True)
-
-    def linear(layer: str, parts: tuple[str, ...], bias: bool) -> Linear:
-        def stacked(what: str) -> torch.Tensor:
-            return torch.cat([take(f"{layer}.{part}.{what}") for part in parts])
-
-        return Linear(stacked("weight"), stacked("bias") if bias else None)
-
-    def layer_weights(i: int) -> LayerWeights:
-        layer = f"model.layers.{i}"
-        norms = None
-        if config.qk_norm:
-            q, k = (take(f"{layer}.self_attn.{x}_norm.weight") for x in "qk")
-            norms = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
-        return LayerWeights(
-            attention_norm=take(f"{layer}.input_layernorm.weight"),
-            qkv=linear(layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
-            qk_norm=norms,
-            output=linear(layer, ("self_attn.o_proj",), config.output_bias),
-            mlp_norm=take(f"{layer}.post_attention_layernorm.weight"),
-            gate=linear(layer, ("mlp.gate_proj",), config.mlp_bias),
-            up=linear(layer, ("mlp.up_proj",), config.mlp_bias),
-            down=linear(layer, ("mlp.down_proj",), config.mlp_bias),
-        )
-
-    embedding = take("model.embed_tokens.weight")
-    return Llama(
-        config,
-        embedding=embedding,
-        layers=[layer_weights(i) for i in range(config.num_layers)],
-        norm=take("model.norm.weight"),
-        head=Linear(embedding if config.tied_embeddings else take("lm_head.weight")),
-    )
+    return family_of(config.architecture).expected_tensors(config)

@@ -7,15 +7,23 @@ are converted once into a Hugging Face directory in our cache: see gguf_model.py
 import importlib.util
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import UnknownModel
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "Rope", "find_model", "read_config", "read_json", "smollm2_file"]
+__all__ = [
+    "ModelConfig",
+    "Rope",
+    "common_entries",
+    "find_model",
+    "read_config",
+    "read_json",
+    "read_rope",
+    "smollm2_file",
+]
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -30,28 +38,29 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama family."""
+    """A decoder. What every family says of its model; a family's own record adds what only its network reads."""
 
     architecture: str
     num_layers: int
     hidden: int
-    intermediate: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Elements of a key, and of a value."""
     vocab_size: int
     max_positions: int
     norm_eps: float
     rope: Rope
     tied_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     windows: tuple[int | None, ...]
     """For each layer: how many tokens back it sees, itself included; None: all."""
     dtype: str
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """What each layer keeps of the past: `full`, `window`, or the kind of its state."""
+        return tuple("full" if window is None else "window" for window in self.windows)
 
 
 def find_model(name: str) -> Path:
@@ -91,24 +100,22 @@ def smollm2_file() -> Path:
 
 def read_config(directory: Path) -> ModelConfig:
     """Read and check config.json. Raises UnknownModel with the file, the value and what is known."""
-    raw = read_json(directory / "config.json")
+    from kvferry.engines.mini.families import family_of  # which are built on this module
+
+    path = directory / "config.json"
+    raw = read_json(path)
     architecture = str((raw.get("architectures") or ["none"])[0])
-    if architecture not in ARCHITECTURES:
-        raise UnknownModel(
-            f"{directory / 'config.json'}: architecture {architecture!r} is unknown. Known: {', '.join(ARCHITECTURES)}."
-        )
     try:
-        config = _parse(raw, architecture)
+        config = family_of(architecture).read(raw)
+    except UnknownModel as error:
+        raise UnknownModel(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UnknownModel(f"{directory / 'config.json'}: missing or wrong entry: {error!r}. Copy it again.") from error
+        raise UnknownModel(f"{path}: missing or wrong entry: {error!r}. Copy it again.") from error
     if config.rope.kind not in ROPE_KINDS:
-        raise UnknownModel(
-            f"{directory / 'config.json'}: rope type {config.rope.kind!r} is unknown. Known: {', '.join(ROPE_KINDS)}."
-        )
+        raise UnknownModel(f"{path}: rope type {config.rope.kind!r} is unknown. Known: {', '.join(ROPE_KINDS)}.")
     generation = directory / "generation_config.json"
     extra = _ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ()
-    eos = tuple(dict.fromkeys((*extra, *config.eos_token_ids)))
-    return ModelConfig(**{**{f: getattr(config, f) for f in config.__slots__}, "eos_token_ids": eos})
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*extra, *config.eos_token_ids))))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -124,56 +131,34 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _parse(raw: dict[str, Any], architecture: str) -> ModelConfig:
+def common_entries(raw: dict[str, Any]) -> dict[str, Any]:
+    """What most families write alike in config.json, as arguments of ModelConfig; all but `windows`."""
     num_heads = int(raw["num_attention_heads"])
-    num_layers = int(raw["num_hidden_layers"])
     hidden = int(raw["hidden_size"])
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
-        architecture=architecture,
-        num_layers=num_layers,
-        hidden=hidden,
-        intermediate=int(raw["intermediate_size"]),
-        num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_dim=int(raw.get("head_dim") or hidden // num_heads),
-        vocab_size=int(raw["vocab_size"]),
-        max_positions=int(raw["max_position_embeddings"]),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=qwen2 or bias,
-        output_bias=bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        windows=_windows(raw, architecture, num_layers),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        eos_token_ids=_ids(raw.get("eos_token_id")),
-    )
+    return {
+        "architecture": str(raw["architectures"][0]),
+        "num_layers": int(raw["num_hidden_layers"]),
+        "hidden": hidden,
+        "num_heads": num_heads,
+        "num_kv_heads": int(raw.get("num_key_value_heads") or num_heads),
+        "head_dim": int(raw.get("head_dim") or hidden // num_heads),
+        "vocab_size": int(raw["vocab_size"]),
+        "max_positions": int(raw["max_position_embeddings"]),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "rope": read_rope(raw),
+        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        "eos_token_ids": _ids(raw.get("eos_token_id")),
+    }
 
 
-def _rope(raw: dict[str, Any]) -> Rope:
+def read_rope(raw: dict[str, Any]) -> Rope:
     """Both spellings: rope_parameters (transformers 5), or rope_theta beside rope_scaling (before)."""
     options = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = str(options.pop("rope_type", None) or options.pop("type", None) or "default")
     theta = float(options.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     options.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
     return Rope(theta=theta, kind=kind, options=options)
-
-
-def _windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    if architecture == "LlamaForCausalLM" or window is None or raw.get("use_sliding_window") is False:
-        return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
-        return (int(window),) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention" if i >= raw.get("max_window_layers", 28) else "" for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _ids(value: object) -> tuple[int, ...]:

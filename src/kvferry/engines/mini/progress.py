@@ -13,8 +13,9 @@ PLAIN_S = 5.0
 class Progress:
     """`with Progress(...) as bar: bar.advance(num_bytes)`, once an item."""
 
-    def __init__(self, title: str, *, total_bytes: int, num_items: int) -> None:
+    def __init__(self, title: str, *, total_bytes: int, num_items: int, silent: bool = False) -> None:
         self._title = title
+        self._silent = silent
         self._total_bytes = max(1, total_bytes)
         self._num_items = num_items
         self._bytes = 0
@@ -40,11 +41,13 @@ class Progress:
     ) -> None:
         if error is None:
             self._write(end="\n", tail=f", {time.monotonic() - self._began_s:.1f} s")
-        elif self._terminal:
+        elif self._terminal and not self._silent:
             sys.stderr.write("\n")
 
     def _write(self, *, end: str, tail: str = "") -> None:
-        percent = 100 * self._bytes // self._total_bytes
+        if self._silent:
+            return
+        percent = min(100, 100 * self._bytes // self._total_bytes)  # a rank reads some of it twice, some not at all
         sys.stderr.write(
             f"{self._title}: {percent:3d} % {self._bytes / 1e6:.0f}/{self._total_bytes / 1e6:.0f} MB, "
             f"{self._items}/{self._num_items} tensors{tail}{end}"

@@ -8,7 +8,7 @@ import torch
 
 from kvferry.engines.mini.attention import AttentionPlan, Piece
 from kvferry.engines.mini.cache import KVCache
-from kvferry.engines.mini.llama import Llama
+from kvferry.engines.mini.families.base import Network
 
 __all__ = ["Runner", "Work"]
 
@@ -45,7 +45,7 @@ class Work(Protocol):
 class Runner:
     """Weights and cache on one device. Keeps nothing between steps."""
 
-    def __init__(self, network: Llama, cache: KVCache) -> None:
+    def __init__(self, network: Network, cache: KVCache) -> None:
         self._network = network
         self._cache = cache
         self._windows = set(network.config.windows)
@@ -60,11 +60,11 @@ class Runner:
         plan = AttentionPlan(
             self._cache,
             [Piece(work.block_ids, work.start, work.stop) for work in works],
-            self._network.embedding.dtype,
+            self._cache.data.dtype,
             self._windows,
         )
         tokens = torch.tensor(list(chain.from_iterable(work.token_ids for work in works)), device=device)
-        hidden = self._network.forward(tokens, self._cache, plan)
+        hidden = self._network.forward(tokens, plan)
         last, wanted = -1, []
         for work in works:
             last += work.stop - work.start

@@ -1,0 +1,200 @@
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3. One pass over a flat batch of tokens.
+
+The batch is one long row of tokens of several requests, decoding ones first (a token each), then pieces of prompts.
+Everything but attention treats all tokens alike. Attention reads each request's past from the paged cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvferry.engines.mini.families.base import Batch, Weights
+from kvferry.engines.mini.families.parts import Ends, GatedMlp, add_output, rows_of, split_heads
+from kvferry.engines.mini.families.rope import rope_tables, turn
+from kvferry.engines.mini.models import ModelConfig, common_entries
+from kvferry.engines.mini.parallel import Shard
+
+__all__ = ["Attention", "Llama", "LlamaConfig", "build", "expected_tensors", "read"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A decoder of the Llama family."""
+
+    intermediate: int
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+
+def read(raw: dict[str, Any]) -> LlamaConfig:
+    """See base.Family."""
+    common = common_entries(raw)
+    architecture = common["architecture"]
+    qwen2 = architecture == "Qwen2ForCausalLM"
+    bias = bool(raw.get("attention_bias", False))
+    return LlamaConfig(
+        **common,
+        windows=_windows(raw, architecture, common["num_layers"]),
+        intermediate=int(raw["intermediate_size"]),
+        qkv_bias=qwen2 or bias,
+        output_bias=bias and not qwen2,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )
+
+
+def _windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    window = raw.get("sliding_window")
+    if architecture == "LlamaForCausalLM" or window is None or raw.get("use_sliding_window") is False:
+        return (None,) * num_layers
+    if architecture == "MistralForCausalLM":
+        return (int(window),) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if i >= raw.get("max_window_layers", 28) else "" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {num_layers} layers")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """See base.Family."""
+    hidden, inner = config.hidden, config.intermediate
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not config.tied_embeddings:
+        yield "lm_head.weight", (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+        for part, rows, cols, bias in (
+            ("self_attn.q_proj", query, hidden, config.qkv_bias),
+            ("self_attn.k_proj", key, hidden, config.qkv_bias),
+            ("self_attn.v_proj", key, hidden, config.qkv_bias),
+            ("self_attn.o_proj", hidden, query, config.output_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        ):
+            yield f"{layer}.{part}.weight", (rows, cols)
+            if bias:
+                yield f"{layer}.{part}.bias", (rows,)
+        if config.qk_norm:
+            yield f"{layer}.self_attn.q_norm.weight", (config.head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
+
+
+def build(config: LlamaConfig, weights: Weights, shard: Shard) -> "Llama":
+    """See base.Family."""
+    return Llama(config, weights, shard)
+
+
+class Attention:
+    """One layer's attention: query, key and value are one matrix; queries and keys may be normed, and are turned."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        layer: str,
+        config: ModelConfig,
+        shard: Shard,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        dim = config.head_dim
+        query = split_heads(config.num_heads, config.num_kv_heads, shard)
+        kv = query.kv
+        self._layer, self._shard, self._scale = layer, shard, scale
+        self._dim, self._eps = dim, config.norm_eps
+        self._num_heads, self._num_turned = len(query), len(query) + len(kv)
+        self._qkv = weights.linear(
+            *(f"{name}.{part}_proj" for part in "qkv"),
+            rows=[rows_of(query, dim), rows_of(kv, dim), rows_of(kv, dim)],
+            bias=qkv_bias,
+        )
+        self._output = weights.linear(
+            f"{name}.o_proj", cols=rows_of(query, dim), bias=output_bias and shard.tp_rank == 0
+        )
+        self._norms: torch.Tensor | None = None
+        if qk_norm:
+            q, k = (weights.take(f"{name}.{x}_norm.weight") for x in "qk")
+            self._norms = torch.cat([q.expand(len(query), -1), k.expand(len(kv), -1)])
+
+    def plus(
+        self, x: torch.Tensor, residual: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """residual + attention(x). `table`: cosine and sine of the batch's positions; None: nothing is turned."""
+        qkv = self._qkv(x).view(len(x), -1, self._dim)
+        turned = qkv[:, : self._num_turned]  # queries and keys
+        if self._norms is not None:
+            turned = functional.rms_norm(turned, (self._dim,), None, self._eps) * self._norms
+        if table is not None:
+            turned = turn(turned, *table)
+        mixed = batch.attend(
+            self._layer,
+            turned[:, : self._num_heads],
+            turned[:, self._num_heads :],
+            qkv[:, self._num_turned :],
+            scale=self._scale,
+        )
+        return add_output(self._output, mixed, residual, self._shard)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    attention: Attention
+    mlp_norm: torch.Tensor
+    mlp: GatedMlp
+
+
+class Llama:
+    """See base.Network."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, shard: Shard) -> None:
+        self.config = config
+        self._ends = Ends(weights, config, shard)
+        self._first = shard.is_first
+        self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
+        self._rope = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
+        self.embed, self.logits = self._ends.embed, self._ends.logits
+
+    def _layer(self, weights: Weights, i: int, shard: Shard) -> _Layer:
+        config, name = self.config, f"model.layers.{i}"
+        return _Layer(
+            attention_norm=weights.take(f"{name}.input_layernorm.weight"),
+            attention=Attention(
+                weights,
+                f"{name}.self_attn",
+                f"layers.{i}.attn",
+                config,
+                shard,
+                qkv_bias=config.qkv_bias,
+                output_bias=config.output_bias,
+                qk_norm=config.qk_norm,
+            ),
+            mlp_norm=weights.take(f"{name}.post_attention_layernorm.weight"),
+            mlp=GatedMlp(weights, f"{name}.mlp", config.intermediate, shard, bias=config.mlp_bias),
+        )
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """See base.Network."""
+        eps, width = self.config.norm_eps, (self.config.hidden,)
+        cos, sin = (table[batch.positions].unsqueeze(1) for table in self._rope)
+        if self._first:
+            x = self.embed(x)
+        for layer in self._layers:
+            x = layer.attention.plus(functional.rms_norm(x, width, layer.attention_norm, eps), x, batch, (cos, sin))
+            x = layer.mlp.plus(functional.rms_norm(x, width, layer.mlp_norm, eps), x)
+        return x

@@ -1,0 +1,81 @@
+"""Rotary position embeddings: tables of cosine and sine, as transformers computes them."""
+
+import math
+
+import torch
+
+from kvferry.engines.mini.models import Rope
+
+__all__ = ["rope_tables", "turn", "yarn_scale"]
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn x [tokens, heads, dim] by tables [tokens, 1, dim] of `rope_tables`."""
+    # The second half turns the first: roll brings the other half of each pair; the sign is in `sin`.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def rope_tables(
+    rope: Rope, dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine, [max_positions, dim], computed in float32 as transformers does."""
+    frequency, scale = _frequencies(rope, dim, max_positions)
+    angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequency)
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    return (
+        torch.cat([cos, cos], dim=-1).to(device=device, dtype=dtype),
+        torch.cat([-sin, sin], dim=-1).to(device=device, dtype=dtype),
+    )
+
+
+def _frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [dim / 2], and what cosine and sine are multiplied with."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    factor = float(rope.options.get("factor", 1.0))
+    if rope.kind == "linear":
+        return plain / factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(plain, rope, factor), 1.0
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, dim, max_positions)
+    return plain, 1.0
+
+
+def _llama3(plain: torch.Tensor, rope: Rope, factor: float) -> torch.Tensor:
+    """Long waves are slowed down by `factor`, short ones kept, those between are blended. (Llama 3.1)"""
+    low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
+    context = float(rope.options["original_max_position_embeddings"])
+    wave = 2 * math.pi / plain
+    smooth = (context / wave - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    slowed = torch.where(wave > context / low, plain / factor, plain)
+    return torch.where((wave >= context / high) & (wave <= context / low), blended, slowed)
+
+
+def _yarn(plain: torch.Tensor, rope: Rope, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071): interpolate long waves, extrapolate short ones, with a ramp between."""
+    options = rope.options
+    context = float(options["original_max_position_embeddings"])
+    factor = float(options.get("factor") or max_positions / context)
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(float(options.get("beta_fast") or 32)), dimension(float(options.get("beta_slow") or 1))
+    if options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    scale = options.get("attention_factor")
+    if scale is None:
+        scale = _whole_scale(factor, float(options.get("mscale") or 0), float(options.get("mscale_all_dim") or 0))
+    return plain / factor * ramp + plain * (1 - ramp), float(scale)
+
+
+def _whole_scale(factor: float, mscale: float, mscale_all: float) -> float:
+    return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all) if mscale and mscale_all else yarn_scale(factor)
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """How much longer vectors get where positions are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
