@@ -25,9 +25,11 @@ from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
+from kvferry.engines.mini.server.tracing import Traces
 from kvferry.errors import ConfigError, FerryError, Overloaded
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.http.stages import TRACE_PATH
 from kvferry.ids import TransferId
 from kvferry.wire.params import HandoffParams
 
@@ -105,6 +107,7 @@ class WorkerServer:
         self._settings = settings
         self._engine = EngineThread(worker.engine)
         self._metrics = WorkerMetrics()
+        self._traces = Traces()
         self._serial = itertools.count()
         self._num_answering = 0
         self.draining = Draining(
@@ -128,6 +131,7 @@ class WorkerServer:
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
+                web.get(TRACE_PATH, self._trace),
                 web.post("/v1/kvferry/drain", self._drain),
                 web.post("/v1/kvferry/release", self._release),
             ]
@@ -290,6 +294,7 @@ class WorkerServer:
             self._num_answering -= 1
             generation.close()
             self._metrics.on_status(request.path, status)
+            self._traces.remember(job, reply, received_s=began_s, status=status)
         return response
 
     async def _stream(
@@ -303,6 +308,7 @@ class WorkerServer:
                 if not response.prepared:
                     response.headers.update(reply.served().headers())
                     await response.prepare(request)
+                    reply.began_s = time.monotonic()
                     self._metrics.on_first_token(time.monotonic() - began_s)
                 if chunk is not None:
                     await response.write(chunk)
@@ -376,6 +382,16 @@ class WorkerServer:
             return await asyncio.wait_for(self._engine.call(function), _SNAPSHOT_WAIT_S)
         except TimeoutError:
             return last
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        received_s = time.monotonic()
+        answer = self._traces.answer(
+            request.query.getall("request", []),
+            engine=self._engine_id,
+            incarnation=str(self._description.get("incarnation", "")),
+            received_s=received_s,
+        )
+        return _json(answer)
 
     async def _drain(self, _: web.Request) -> web.Response:
         self.draining.begin("POST /v1/kvferry/drain")

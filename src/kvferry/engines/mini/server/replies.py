@@ -10,7 +10,7 @@ from kvferry.engines.mini.api import FinishReason, Output, TokenLogprobs
 from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.prompts import TokenizerLike
 from kvferry.http.records import Served
-from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["ChatReply", "Choice", "CompletionReply", "Reply"]
@@ -30,6 +30,7 @@ class Choice:
     account: PromptAccount | None = None
     timing: HandoffTiming | None = None
     handoff: HandoffParams | None = None
+    stages: StageTimes | None = None
 
     def add(self, output: Output) -> None:
         """Take what a step brought."""
@@ -41,6 +42,7 @@ class Choice:
         self.account = output.account or self.account
         self.timing = output.timing or self.timing
         self.handoff = output.handoff or self.handoff
+        self.stages = output.stages or self.stages
 
 
 class Reply:
@@ -56,6 +58,8 @@ class Reply:
         self._engine_id = engine_id
         self._created = int(time.time())
         self.choices = [Choice() for _ in range(job.num_choices)]
+        self.began_s: float | None = None
+        """Monotonic time at which the stream began; None: it has not, or this is no stream."""
 
     # ---- the two ways to answer ----
 
