@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from kvferry.handoff.adaptive import AdaptiveMover
 from kvferry.handoff.driver import Driver
@@ -16,7 +17,7 @@ from kvferry.transport.packer import region_views
 from kvferry.transport.registry import make_transport
 from kvferry.transport.staging import StagingPool
 
-__all__ = ["HandoffWorker", "start_worker"]
+__all__ = ["HandoffWorker", "joined_stats", "start_worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,18 @@ def start_worker(
     incarnation: Incarnation,
     settings: FerrySettings,
     num_ranks: int = 1,
+    engine_layouts: Sequence[CacheLayout] = (),
     on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
+    on_report: Callable[[], None] | None = None,
 ) -> HandoffWorker:
     """Register this rank's cache with the configured transport and start its driver thread.
 
-    `owners` keep the memory alive. `on_lost` hears of peers that are gone: see Driver. Raises ConfigError for a
-    transport that cannot be had; then nothing is left behind.
+    `owners` keep the memory alive. `engine_layouts`: of all `num_ranks` ranks of the engine, in the order of their
+    Rank.index; without them a rank of several does not know what it owes to whom. `on_lost` hears of peers that are
+    gone, `on_report` that `end_step` has something: see Driver. Raises ConfigError for a transport that cannot be had;
+    then nothing is left behind.
     """
+    assert num_ranks == 1 or len(engine_layouts) == num_ranks, "an engine of several ranks tells each all layouts"
     rank = layout.rank.index
     transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
     mover, staging = (
@@ -95,10 +101,12 @@ def start_worker(
         incarnation=incarnation,
         rank=rank,
         num_ranks=num_ranks,
+        engine_layouts=engine_layouts,
         settings=settings,
         mover=mover,
         more_regions=staging,
         on_lost=on_lost,
+        on_report=on_report,
     )
     try:
         driver.start()
@@ -106,6 +114,13 @@ def start_worker(
         driver.close()
         raise
     return HandoffWorker(driver)
+
+
+def joined_stats(ranks: Sequence[HandoffStats]) -> HandoffStats:
+    """Counters of an engine. Bytes of its ranks add up; every other number is about the same hand-offs on each of them:
+    the highest counts."""
+    highest = {field.name: max(getattr(one, field.name) for one in ranks) for field in fields(HandoffStats)}
+    return HandoffStats(**{**highest, "bytes": sum(one.bytes for one in ranks)})
 
 
 def _staged_mover(

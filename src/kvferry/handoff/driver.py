@@ -18,7 +18,7 @@ from kvferry.handoff.core import RankCore
 from kvferry.handoff.digest import CacheMemory, DramMemory
 from kvferry.handoff.links import Link, layouts_of, make_links
 from kvferry.handoff.mover import DirectMover, Moved, Mover
-from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
+from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport, merged
 from kvferry.handoff.ports import LinkPorts
 from kvferry.handoff.presence import GONE_AFTER_S, Presence
 from kvferry.ids import EngineId, Incarnation, PeerName
@@ -55,7 +55,8 @@ class Driver:
     `engine_layouts`, in the order of their Rank.index, or later an Introduce of our own engine.
 
     `on_lost` hears, on the driver's thread, of incarnations that were found gone and are forgotten: nothing was heard
-    of them for `gone_after_s`, or during a whole lease of a hand-off. It must not block or raise.
+    of them for `gone_after_s`, or during a whole lease of a hand-off. `on_report` is told, on that thread too, that
+    there may be something to collect, or news in `stats`. Neither may block or raise.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Driver:
         more_regions: Sequence[Region] = (),
         on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
         gone_after_s: float | None = None,
+        on_report: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
         self._layout = layout
@@ -104,6 +106,7 @@ class Driver:
             whole_prefix=all(group.kind is CacheKind.FULL for group in layout.groups),
         )
         self._on_lost = on_lost
+        self._on_report = on_report or (lambda: None)
         self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
         self._presence = Presence(self._gone_after_s, self._core.greet)
         self._orders: deque[StepOrders] = deque()
@@ -152,15 +155,7 @@ class Driver:
         """What has ended since the last call."""
         if not self._reports:
             return _NOTHING
-        reports = [self._reports.popleft() for _ in range(len(self._reports))]
-        if len(reports) == 1:
-            return reports[0]
-        return StepReport(
-            landed=tuple(one for report in reports for one in report.landed),
-            failed=tuple(one for report in reports for one in report.failed),
-            released=frozenset().union(*(report.released for report in reports)),
-            taken=frozenset().union(*(report.taken for report in reports)),
-        )
+        return merged([self._reports.popleft() for _ in range(len(self._reports))])
 
     def stats(self) -> HandoffStats:
         """Counters since the start, as of a moment ago."""
@@ -472,6 +467,7 @@ class Driver:
             peers=core.num_peers,
             refused_peers=self._refused_peers,
         )
+        self._on_report()
 
     def _wait(self) -> None:
         """Sleep while nothing can be missed. A submit wakes us; messages and completions must be polled for."""

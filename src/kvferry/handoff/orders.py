@@ -3,6 +3,7 @@
 Scheduler to workers: StepOrders. Workers to scheduler: StepReport. Neither holds an address, a tensor or a socket.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
@@ -21,6 +22,7 @@ __all__ = [
     "StepReport",
     "Want",
     "Withdraw",
+    "merged",
 ]
 
 
@@ -175,3 +177,15 @@ class StepReport:
 
     def __bool__(self) -> bool:
         return bool(self.landed or self.failed or self.released)
+
+
+def merged(reports: Sequence[StepReport]) -> StepReport:
+    """Several reports of one rank as one."""
+    if len(reports) == 1:
+        return reports[0]
+    return StepReport(
+        landed=tuple(one for report in reports for one in report.landed),
+        failed=tuple(one for report in reports for one in report.failed),
+        released=frozenset().union(*(report.released for report in reports)),
+        taken=frozenset().union(*(report.taken for report in reports)),
+    )

@@ -59,8 +59,8 @@ class EngineSettings:
     """Pipeline parallel: so many stages, each of `tp` processes, have a run of layers each."""
 
     on_rank_death: str = "restart"
-    """When a process of the engine dies, its requests end with an error; then `restart`: the processes are started anew,
-    as a new incarnation that peers meet again; or `exit`: the worker ends."""
+    """When a process of the engine dies, its requests end with an error; then `restart`: the processes are started
+    anew, as a new incarnation that peers meet again; or `exit`: the worker ends."""
 
     rank_timeout_s: float = 120.0
     """A process that does not do its part of a step in so many seconds is taken for dead."""
