@@ -1,0 +1,248 @@
+"""Where one request's milliseconds went: what the router saw of it, joined with what its workers remember.
+
+`Timelines` is an Observer: it keeps the events of the dispatches that are open and of the latest that have ended.
+`spans_of` turns a time line, and the workers' reports with their clocks set right, into spans in the router's clock.
+Nothing of it does I/O: see collect.py.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.http.stages import StageReport
+from kvferry.router.observe import Field
+
+__all__ = ["Event", "Pair", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
+
+MAX_KEPT = 512
+_MAX_EVENTS = 64
+"""A dispatch with more attempts than that has its later events cut: it is bounded like everything else."""
+_WINDOW = 256
+"""So many of the latest requests tell how the fleet serves now."""
+_MAX_PAIRS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """As `Observer.on_event` was told."""
+
+    name: str
+    at_s: float
+    fields: Mapping[str, Field]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One dispatch."""
+
+    number: int
+    began_s: float
+    events: list[Event] = field(default_factory=list)
+    ended_s: float | None = None
+
+    def value(self, name: str) -> Field:
+        """A field as the latest event that has it says; None: none has."""
+        for event in reversed(self.events):
+            if (found := event.fields.get(name)) is not None:
+                return found
+        return None
+
+    def text(self, name: str) -> str:
+        """The same, as text; empty if there is none."""
+        found = self.value(name)
+        return "" if found is None else str(found)
+
+    @property
+    def stage(self) -> str:
+        """What it waits for, or `ended`."""
+        if self.ended_s is not None:
+            return "ended"
+        names = {event.name for event in self.events}
+        if "first_byte" in names:
+            return "streaming"
+        waits = [one for one in ("prefill", "decode") if f"{one}.sent" in names]
+        if "prefill.answered" in names and "prefill" in waits:
+            waits.remove("prefill")
+        return "+".join(waits) or "choosing"
+
+
+@dataclass(slots=True)
+class Pair:
+    """Traffic between a prefill and a decode engine since the start."""
+
+    requests: int = 0
+    failures: int = 0
+    handed_over_tokens: int = 0
+    recomputed_tokens: int = 0
+    last_failure: str = ""
+
+
+class Timelines:
+    """Observer. Costs a request a few microseconds; bounded in memory."""
+
+    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self.open: dict[int, Timeline] = {}
+        self.ended: OrderedDict[int, Timeline] = OrderedDict()
+        """The latest last."""
+        self.pairs: dict[tuple[str, str], Pair] = {}
+        """By the ids of prefill and decode."""
+        self.routes: deque[tuple[float, str, str]] = deque(maxlen=_WINDOW)
+        """(when, route, why) of the latest requests that were served."""
+        self.num_ended = 0
+        self._max_kept = max_kept
+
+    def worker_headers(self, _dispatch: int, _stage: str) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    def on_event(self, dispatch: int, name: str, at_s: float, fields: Mapping[str, Field]) -> None:
+        """See observe.py."""
+        line = self.open.get(dispatch)
+        if line is None:
+            if name != "arrived":
+                if (late := self.ended.get(dispatch)) is not None and len(late.events) < _MAX_EVENTS:
+                    late.events.append(Event(name, at_s, fields))  # a release that ended after the answer
+                return
+            line = self.open[dispatch] = Timeline(dispatch, at_s)
+        if len(line.events) < _MAX_EVENTS or name == "ended":
+            line.events.append(Event(name, at_s, fields))
+        if name == "failed":
+            self._on_failed(line, fields)
+        elif name == "ended":
+            self._on_ended(line, at_s, fields)
+
+    def find(self, request_id: str) -> Timeline | None:
+        """The latest with this id, open or ended."""
+        for lines in (self.open, self.ended):
+            for line in reversed(lines.values()):
+                if line.events and line.events[0].fields.get("request_id") == request_id:
+                    return line
+        return None
+
+    def alone_share(self) -> float:
+        """How much of the latest requests decode served alone, without that being chosen: 0 to 1."""
+        shares = Counter(route for _, route, _ in self.routes)
+        return shares["alone"] / len(self.routes) if self.routes else 0.0
+
+    def _pair(self, prefill: str, decode: str) -> Pair:
+        key = (prefill, decode)
+        if key not in self.pairs and len(self.pairs) >= _MAX_PAIRS:
+            return Pair()  # not kept: engine ids change with each restart, and nobody looks at so many
+        return self.pairs.setdefault(key, Pair())
+
+    def _on_failed(self, line: Timeline, fields: Mapping[str, Field]) -> None:
+        prefill, decode = line.text("prefill"), line.text("decode")
+        if prefill and decode:
+            pair = self._pair(prefill, decode)
+            pair.failures += 1
+            pair.last_failure = str(fields.get("cause") or "")
+
+    def _on_ended(self, line: Timeline, at_s: float, fields: Mapping[str, Field]) -> None:
+        line.ended_s = at_s
+        self.num_ended += 1
+        self.open.pop(line.number, None)
+        self.ended[line.number] = line
+        if len(self.ended) > self._max_kept:
+            self.ended.popitem(last=False)
+        route = str(fields.get("route") or "")
+        if route:
+            self.routes.append((at_s, route, str(fields.get("why") or "")))
+        prefill, decode = str(fields.get("prefill") or ""), str(fields.get("decode") or "")
+        if prefill and decode:
+            pair = self._pair(prefill, decode)
+            pair.requests += 1
+            pair.handed_over_tokens += _number(fields.get("handed_over"))
+            pair.recomputed_tokens += _number(fields.get("recomputed"))
+
+
+def _number(value: Field) -> int:
+    if isinstance(value, str):
+        return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else 0
+    return int(value or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """What a worker remembers of a request, and by how much its clock is ahead of the router's."""
+
+    engine: str
+    report: StageReport
+    offset_s: float
+    error_s: float
+    """The offset is right within this much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a request's time, in the router's monotonic clock."""
+
+    lane: str
+    """`router`, `prefill` or `decode`."""
+    name: str
+    begin_s: float
+    end_s: float
+    engine: str = ""
+    """The worker whose time it was; empty: the router's."""
+    parent: str = ""
+    """`request`, or the name of the router's request to the worker: `prefill request`, `decode request`."""
+    failed: str = ""
+    """Why it failed; empty: it did not."""
+    error_s: float = 0.0
+    """Its ends may be off by this much: clocks."""
+
+
+def spans_of(line: Timeline, parts: Iterable[WorkerPart] = (), *, now_s: float | None = None) -> list[Span]:
+    """All spans, in the order in which they began; what is open ends at `now_s`."""
+    last_s = line.events[-1].at_s if line.events else line.began_s
+    end_s = line.ended_s if line.ended_s is not None else max(last_s, now_s or 0.0)
+    spans = [Span("router", "request", line.began_s, end_s)]
+    first_sent_s = next((event.at_s for event in line.events if event.name.endswith(".sent")), None)
+    if first_sent_s is not None:
+        spans.append(Span("router", "choose", line.began_s, first_sent_s, parent="request"))
+    asked = [*_requests(line, "prefill", end_s), *_requests(line, "decode", end_s)]
+    spans += asked
+    for part in parts:
+        # One worker is asked once a dispatch; an id that a client sent again is told apart by its times.
+        for span in asked:
+            overlaps = part.report.received_s - part.offset_s < span.end_s + part.error_s
+            ends_after = part.report.ended_s - part.offset_s > span.begin_s - part.error_s
+            if span.engine == part.engine and overlaps and ends_after:
+                spans += _inside(span, part)
+    return sorted(spans, key=lambda span: (span.begin_s, -span.end_s))
+
+
+def _requests(line: Timeline, lane: str, end_s: float) -> list[Span]:
+    """The router's requests to workers of a role, one a `.sent`."""
+    done = ("prefill.answered",) if lane == "prefill" else ()
+    spans: list[Span] = []
+    begun: Event | None = None
+    for event in line.events:
+        worker = event.fields.get("worker")
+        if event.name == f"{lane}.sent":
+            begun = event
+        elif begun is None or worker != begun.fields.get("worker"):
+            continue
+        elif event.name in done or event.name == "failed":
+            cause = str(event.fields.get("cause") or "failed") if event.name == "failed" else ""
+            spans.append(_request(lane, begun, event.at_s, cause))
+            begun = None
+    if begun is not None:
+        spans.append(_request(lane, begun, end_s, ""))
+    return spans
+
+
+def _request(lane: str, begun: Event, end_s: float, failed: str) -> Span:
+    engine = str(begun.fields.get("worker") or "")
+    return Span(lane, f"{lane} request", begun.at_s, end_s, engine, "request", failed)
+
+
+def _inside(asked: Span, part: WorkerPart) -> list[Span]:
+    """A worker's stages in the router's clock. They cannot have been before the question or after the answer."""
+
+    def here(at_s: float) -> float:
+        return min(max(at_s - part.offset_s, asked.begin_s), asked.end_s)
+
+    return [
+        Span(asked.lane, one.name, here(one.begin_s), here(one.end_s), part.engine, asked.name, error_s=part.error_s)
+        for one in part.report.stages
+    ]

@@ -1,0 +1,67 @@
+"""Asks workers what they remember of requests. The only part of the time lines that does I/O."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable
+
+import aiohttp
+import msgspec
+
+from kvferry.http.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
+from kvferry.router.timeline import Timeline, WorkerPart
+from kvferry.router.timeline_clocks import ClockSample, WorkerClocks
+from kvferry.router.worker import Worker
+
+__all__ = ["Collector"]
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_PAIRS = 4096
+
+
+class Collector:
+    """One a router. On the event loop."""
+
+    def __init__(self) -> None:
+        self.clocks = WorkerClocks()
+        self.totals: dict[tuple[str, str], HandoffTotals] = {}
+        """What decode engines say they were handed over, by (prefill, decode)."""
+
+    async def parts_of(
+        self, session: aiohttp.ClientSession, workers: Iterable[Worker], line: Timeline
+    ) -> list[WorkerPart]:
+        """What the workers of one request remember of it. Workers that do not answer, or are of a kind that does not
+        keep this (stock vLLM), are left out."""
+        names = {str(event.fields["worker"]) for event in line.events if event.name.endswith(".sent")}
+        request_id = line.text("request_id")
+        asked = [worker for worker in workers if worker.name in names]
+        found = await asyncio.gather(*(self.ask(session, worker, [request_id]) for worker in asked))
+        return [part for parts in found for part in parts]
+
+    async def ask(self, session: aiohttp.ClientSession, worker: Worker, ids: Collection[str]) -> list[WorkerPart]:
+        """Ask one worker. Never raises: what cannot be had is left out."""
+        query = [("request", one) for one in list(ids)[:MAX_ASKED]]
+        sent_s = time.monotonic()
+        try:
+            async with session.get(worker.url + TRACE_PATH, params=query, timeout=_TIMEOUT) as response:
+                begun_s = time.monotonic()
+                body = await response.content.read(_MAX_ANSWER_BYTES)
+                while not response.content.at_eof() and len(body) < _MAX_ANSWER_BYTES:
+                    body += await response.content.readany()
+                if response.status != 200:
+                    return []
+            told = msgspec.json.decode(body, type=TraceAnswer)
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.debug("no trace peer=%s cause=%r", worker.name, error)
+            return []
+        now_s = time.monotonic()
+        self.clocks.add(told.engine, told.incarnation, ClockSample.of(sent_s, told.received_s, told.now_s, begun_s))
+        for prefill, totals in list(told.handoffs.items())[:MAX_ASKED]:
+            if (prefill, told.engine) in self.totals or len(self.totals) < _MAX_PAIRS:
+                self.totals[prefill, told.engine] = totals
+        best = self.clocks.best(told.engine, told.incarnation, now_s)
+        assert best is not None, "a sample was added above"
+        return [WorkerPart(told.engine, one, best.offset_s, best.error_at(now_s)) for one in told.requests]
