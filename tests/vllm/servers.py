@@ -20,8 +20,8 @@ from typing import Any
 
 from kvferry.cli.bench_vllm_client import Answer, ask, serve_pair
 from kvferry.cli.bench_vllm_models import GEMMA, make_eagle, make_model
-from kvferry.cli.bench_vllm_peer import write_sitecustomize
-from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, free_port, kv_transfer_config
+from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
+from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
 from kvferry.errors import FerryError
 
 __all__ = [
@@ -115,9 +115,8 @@ class Lab:
         self._models: dict[str, Path] = {}
         self._pair: Pair | None = None
         self._key: object = None
-        self._env: dict[str, str] = {}
-        if connector == "builtin" and not stock:
-            self._env = {"PYTHONPATH": str(write_sitecustomize(self._scratch / "site", "neutralise"))}
+        self._zygote = Zygote(self._python, base_environment())
+        self._env = {PATCH_VARIABLE: "neutralise"} if connector == "builtin" and not stock else {}
 
     def model(self, kind: str = "llama") -> Path:
         """`llama`, `gemma` (hybrid) or `eagle` (a drafter for `llama`), made at the first call."""
@@ -151,8 +150,8 @@ class Lab:
             return self._pair
         self.end_pair()
         servers = [
-            VllmServer(self.spec("prefill", mode, **prefill)),
-            VllmServer(self.spec("decode", mode, **decode)),
+            VllmServer(self.spec("prefill", mode, **prefill), zygote=self._zygote),
+            VllmServer(self.spec("decode", mode, **decode), zygote=self._zygote),
         ]
         self._pair, self._key = Pair(*servers), key
         for one in servers:
@@ -175,7 +174,7 @@ class Lab:
 
     def restart(self, server: VllmServer) -> VllmServer:
         """A server with the same name and ports as one that was killed."""
-        again = VllmServer(server.spec)
+        again = VllmServer(server.spec, zygote=self._zygote)
         again.port, again.side_port = server.port, server.side_port
         assert self._pair is not None, "restart what a pair has lost"
         if self._pair.prefill is server:
@@ -194,6 +193,7 @@ class Lab:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end_pair()
+        self._zygote.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

@@ -44,6 +44,9 @@ def neutralise() -> None:
     neutralise_yield()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity = _stay
+    for name in _NIXL_APIS:
+        if name in sys.modules:
+            _delay(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
 
 
@@ -87,9 +90,13 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """As the real one does; then agents get a progress thread that sleeps."""
         self._inner.exec_module(module)
-        names = vars(module)
-        if "nixlBind" in names:
-            names["nixlBind"] = _Bindings(names["nixlBind"])
+        _delay(module)
+
+
+def _delay(module: ModuleType) -> None:
+    names = vars(module)
+    if "nixlBind" in names:
+        names["nixlBind"] = _Bindings(names["nixlBind"])
 
 
 class _Bindings:

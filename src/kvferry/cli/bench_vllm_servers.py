@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvferry.cli.bench_vllm_zygote import Forked, Zygote
 from kvferry.errors import ConfigError, FerryError
 
-__all__ = ["CONNECTORS", "SERVED_AS", "VllmServer", "VllmSpec", "free_port", "kv_transfer_config"]
+__all__ = ["CONNECTORS", "SERVED_AS", "VllmServer", "VllmSpec", "base_environment", "free_port", "kv_transfer_config"]
 
 CONNECTORS = ("none", "builtin", "kvferry")
 SERVED_AS = "m"
@@ -60,6 +61,18 @@ class VllmSpec:
     def but(self, **changes: Any) -> "VllmSpec":
         """The same with other fields."""
         return replace(self, **changes)
+
+
+def base_environment() -> dict[str, str]:
+    """Ours, with what vLLM needs on a small machine; also for a zygote."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def free_port(count: int = 1) -> int:
@@ -106,8 +119,9 @@ def kv_transfer_config(spec: VllmSpec) -> dict[str, Any] | None:
 class VllmServer:
     """A started server. A context: leaving it ends every process of it."""
 
-    def __init__(self, spec: VllmSpec, tell: Callable[[str], None] | None = None) -> None:
-        """Nothing is started yet. `tell` hears of progress."""
+    def __init__(self, spec: VllmSpec, tell: Callable[[str], None] | None = None, zygote: Zygote | None = None) -> None:
+        """Nothing is started yet. `tell` hears of progress. With a `zygote` it starts in seconds."""
+        self._zygote = zygote
         self.spec = spec
         self.port = free_port()
         self.side_port = free_port(spec.tp * spec.pp)
@@ -115,7 +129,7 @@ class VllmServer:
         self.started_s = 0.0
         self.ready_after_s = 0.0
         self._tell = tell or (lambda text: print(f"  {text}", file=sys.stderr, flush=True))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._shared: set[str] = set()
 
     @property
@@ -139,21 +153,21 @@ class VllmServer:
         return [*argv, *spec.flags]
 
     def environment(self) -> dict[str, str]:
-        """Ours, with what vLLM needs on a small machine, and the spec's own."""
+        """The base, the side channel's address (as both connectors read it), and the spec's own."""
         ours = {
             "VLLM_CPU_KVCACHE_SPACE": str(self.spec.kv_gib),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "PYTHONUNBUFFERED": "1",
         }
-        return {**os.environ, **ours, **self.spec.env}
+        return {**base_environment(), **ours, **self.spec.env}
 
     def start(self) -> "VllmServer":
         """Start the process; returns at once."""
+        if self._zygote is not None:
+            # The interpreter and -m MODULE are what the zygote is already.
+            self._process = self._zygote.fork(self.argv()[3:], self.environment(), self.log_path)
+            self.started_s = time.monotonic()
+            return self
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.argv(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment(),
@@ -295,8 +309,7 @@ class VllmServer:
             return
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
-            self._process.poll()
-            if not self.pids() and self._process.returncode is not None:
+            if self._process.poll() is not None and not self.pids():
                 return
             time.sleep(_POLL_S / 2)
 

@@ -1,0 +1,160 @@
+"""A process that has imported vLLM once, and becomes servers by fork: three seconds instead of three imports.
+
+A vLLM server is three processes (API server, engine core, worker), and each of them imports vLLM: 30 s of one core. A
+zygote imports it once; every server, and every process of one, is forked from it. What runs afterwards is the same.
+Runs under vLLM's interpreter, with the standard library beside it: `python -m kvferry.cli.bench_vllm_zygote`. A line of
+JSON on stdin ({"argv", "env", "log"}) starts a server; the answer is a line with its process id.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvferry.errors import FerryError
+
+__all__ = ["PATCH_VARIABLE", "Forked", "Zygote", "main"]
+
+PATCH_VARIABLE = "KVFERRY_BENCH_PATCH"
+"""The function of bench_vllm_peer that a forked server calls before anything else."""
+_MODULES = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
+            "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama")  # fmt: skip
+
+
+class Forked:
+    """A server that a zygote started, as far as it has to be known here: like a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """None while it lives; its status is the zygote's business, so an end is always 1."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return 1
+        return 1 if state == "Z" else None
+
+    def send_signal(self, number: int) -> None:
+        """By its id, if it lives."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Zygote:
+    """Starts one with `python`; ends it in `close`. The servers that came from it live on."""
+
+    def __init__(self, python: str, env: Mapping[str, str]) -> None:
+        """Returns at once; the first `fork` waits for the imports."""
+        argv = [python, "-W", "ignore", "-m", "kvferry.cli.bench_vllm_zygote"]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), text=True)
+
+    def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
+        """A new server. Blocks until it has been forked. Raises FerryError if the zygote has ended."""
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
+        try:
+            self._process.stdin.write(json.dumps({"argv": list(argv), "env": dict(env), "log": str(log)}) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError as error:
+            raise FerryError(f"the process that had imported vLLM is gone: {error}. Run again without it") from error
+        if not line:
+            raise FerryError(
+                "the process that should import vLLM ended: see its message above. Is it that interpreter?"
+            )
+        return Forked(int(line))
+
+    def close(self) -> None:
+        """It ends when its stdin does."""
+        assert self._process.stdin is not None, "it is a pipe"
+        assert self._process.stdout is not None, "it is a pipe"
+        self._process.stdin.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def main() -> NoReturn:
+    """In vLLM's interpreter: import, then fork a server for each line."""
+    import importlib
+
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints while it is imported is no answer
+    begun_s = time.monotonic()
+    for name in _MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"  {name} cannot be imported early: {error}", file=sys.stderr, flush=True)
+    _fork_workers()
+    gc.collect()
+    gc.freeze()
+    print(f"  vLLM is imported ({time.monotonic() - begun_s:.0f} s)", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no zombie
+    for line in sys.stdin:
+        told = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            os.close(answers)
+            _become(told)
+        os.write(answers, f"{pid}\n".encode())
+    sys.stderr.flush()
+    os._exit(0)  # without the end of an interpreter: libraries would complain about what they leaked
+
+
+def _fork_workers() -> None:
+    """vLLM's CPU platform asks for `spawn`; what is forked from here has nothing that a fork could break."""
+    import multiprocessing
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("vllm.") and "get_mp_context" in vars(module):
+            vars(module)["get_mp_context"] = lambda: multiprocessing.get_context("fork")
+
+
+def _become(told: dict[str, Any]) -> None:
+    """Never returns: this process is a server now, in a session of its own."""
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for target in (1, 2):
+            os.dup2(log, target)
+        os.dup2(null, 0)
+        os.environ.clear()
+        os.environ.update(told["env"])
+        patch = told["env"].get(PATCH_VARIABLE)
+        if patch:
+            from kvferry.cli import bench_vllm_peer
+
+            getattr(bench_vllm_peer, patch)()
+        sys.argv = ["api_server.py", *told["argv"]]
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+        serve()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0) if isinstance(end.code, int | None) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
