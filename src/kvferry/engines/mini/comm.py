@@ -1,7 +1,7 @@
 """The ranks of one engine speak with each other: sums inside a stage, hidden states from stage to stage.
 
-torch.distributed: NCCL where every rank has a CUDA device of its own, else gloo, through CPU memory for CUDA tensors. The
-ranks find each other by a file in a private directory; their sockets are bound to loopback.
+torch.distributed: NCCL where every rank has a CUDA device of its own, else gloo, through CPU memory for CUDA tensors.
+The ranks find each other by a file in a private directory; their sockets are bound to loopback.
 """
 
 import os
@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import FileStore
 
 from kvferry.engines.mini.parallel import Shard
 
@@ -83,19 +84,18 @@ def join(shard: Shard, store: str, *, device: torch.device, timeout_s: float) ->
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
-    with_nccl = (
-        device.type == "cuda" and distributed.is_nccl_available() and shard.num_ranks <= torch.cuda.device_count()
-    )
+    on_cuda = device.type == "cuda"
+    with_nccl = on_cuda and distributed.is_nccl_available() and shard.num_ranks <= torch.cuda.device_count()
     if with_nccl:
         torch.cuda.set_device(device)
     distributed.init_process_group(
         "nccl" if with_nccl else "gloo",
-        store=distributed.FileStore(store, shard.num_ranks),
+        store=FileStore(store, shard.num_ranks),
         rank=shard.index,
         world_size=shard.num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
-    through_cpu = device.type == "cuda" and not with_nccl
+    through_cpu = on_cuda and not with_nccl
     if shard.tp_size == 1:
         return shard, through_cpu
     groups = [  # every rank has to make all of them, in one order

@@ -16,6 +16,7 @@ import torch
 from kvferry.connector.base import StepOrders, StepReport, WorkerHalf
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
+from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.runner import Runner
 from kvferry.engines.mini.specs import ShareInput, StepInput
 
@@ -61,23 +62,57 @@ class Executor(Protocol):
         ...
 
 
+class Stages(Protocol):
+    """The way from pipeline stage to pipeline stage, of one rank: see comm.Stages."""
+
+    def receive(self, num_tokens: int) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden] of the stage before, of the same step. Blocks."""
+        ...
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """The same, to the stage behind."""
+        ...
+
+
 class Rank:
     """One rank: its part of the network, its cache, its worker half. On one thread."""
 
-    def __init__(self, network: Network, cache: KVCache, worker: WorkerHalf | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        cache: KVCache,
+        worker: WorkerHalf | None = None,
+        *,
+        shard: Shard | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        """`stages`: the way to the pipeline stages before and behind, where there are several."""
         self.cache = cache
         self.worker = worker
+        self._shard = shard or Shard()
+        self._stages = stages
         self._runner = Runner(network, cache)
 
     def execute(self, step: StepInput, orders: StepOrders) -> torch.Tensor | None:
-        """One step of this rank. What it returns: see StepOutcome.logits."""
+        """One step of this rank. What it returns, on the last stage: see StepOutcome.logits."""
+        self.cache.copy(step.copies)
         self.cache.clear(step.clear)
         if self.worker is not None and orders:
             if orders.want or orders.offer:
                 # What we cleared must not be cleared after it has arrived; what is offered must really be there.
                 self.cache.wait_written()
             self.worker.start_step(orders)
-        return self._runner.run([_Work(share) for share in step.shares]) if step.shares else None
+        if not step.shares:
+            return None
+        before = None
+        if not self._shard.is_first:
+            assert self._stages is not None, "a rank of several stages has a way to the others"
+            before = self._stages.receive(sum(share.stop - share.start for share in step.shares))
+        hidden, logits = self._runner.run([_Work(share) for share in step.shares], before, last=self._shard.is_last)
+        if not self._shard.is_last:
+            assert self._stages is not None, "a rank of several stages has a way to the others"
+            self._stages.send(hidden)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """One rank in a process of its own: `python -m kvferry.engines.mini.rank_process FD`, started by ranks.ProcessExecutor.
 
-Its life: Start -> meet the other ranks -> load -> Loaded -> (Connect -> Connected) -> steps, one after the other -> Close.
+Its life:  Start -> meet the other ranks -> load -> Loaded -> (Connect -> Connected) -> steps, in turn -> Close.
 
 Threads: the main thread computes. The reader takes what the engine says: steps go into a queue, everything else is done
 at once, so that a peer is introduced while a step runs. The worker half's driver thread tells what has ended by itself:
@@ -15,10 +15,11 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 
 import torch
 
-from kvferry.connector.base import StepOrders, StepReport
+from kvferry.connector.base import StepReport
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini import comm
 from kvferry.engines.mini.cache import KVCache
@@ -125,7 +126,7 @@ class RankProcess:
                 self._channel.send(StepDone(todo.number, 0, 0))
             else:
                 plain = logits.detach().to("cpu", torch.float32).contiguous()
-                body = memoryview(plain.numpy()).cast("B")
+                body = plain.numpy().data.cast("B")
                 self._channel.send(StepDone(todo.number, *plain.shape), body)
 
     # ---- the reader's thread
@@ -180,8 +181,6 @@ def device_of(name: str, index: int) -> torch.device:
 
 
 def _on(settings: EngineSettings, device: torch.device) -> EngineSettings:
-    from dataclasses import replace
-
     return replace(settings, device=str(device))
 
 

@@ -4,8 +4,8 @@ Life of the processes:  start() spawns them -> all have Loaded -> connect() star
                         -> close(), or one of them dies: then the others are killed, and every call raises RanksLost.
 
 An engine is no engine without one of its ranks, so they live and die together; who starts them anew makes another
-ProcessExecutor. Threads: the engine's thread calls what Executor has; one thread here reads what the ranks say. What the
-worker halves need (introduce, depart, drain, stats) may be called from any thread.
+ProcessExecutor. Threads: the engine's thread calls what Executor has; one thread here reads what the ranks say. What
+the worker halves need (introduce, depart, drain, stats) may be called from any thread.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch

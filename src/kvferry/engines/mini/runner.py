@@ -1,73 +1,45 @@
-"""Runs the network over what the scheduler planned: numbers in, logits out."""
+"""Runs one rank's part of the network over what the scheduler planned: numbers in, hidden states or logits out."""
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
 
 import torch
 
-from kvferry.engines.mini.attention import AttentionPlan, Piece
+from kvferry.engines.mini.attention import StepBatch
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
+from kvferry.engines.mini.pages import LayerPages
+from kvferry.engines.mini.parallel import Shard
+from kvferry.engines.mini.specs import ShareInput
 
-__all__ = ["Runner", "Work"]
-
-
-class Work(Protocol):
-    """One request's share of a step."""
-
-    @property
-    def start(self) -> int:
-        """First token to compute."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """One behind the last token to compute."""
-        ...
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Those tokens: `stop - start` of them."""
-        ...
-
-    @property
-    def block_ids(self) -> Sequence[int]:
-        """Blocks of the request from its first token on."""
-        ...
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether a token follows from the last one."""
-        ...
+__all__ = ["Runner"]
 
 
 class Runner:
     """Weights and cache on one device. Keeps nothing between steps."""
 
-    def __init__(self, network: Network, cache: KVCache) -> None:
+    def __init__(self, network: Network, cache: KVCache, shard: Shard | None = None) -> None:
         self._network = network
         self._cache = cache
-        self._windows = set(network.config.windows)
+        self._shard = shard or Shard()
+        self._pages: dict[str, LayerPages] = {}
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work]) -> torch.Tensor | None:
-        """Store the KV of all tokens; logits [number of works that want them, vocab_size] in float32, or None.
+    def run(self, shares: Sequence[ShareInput], hidden: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Store the KV of all tokens of some shares, of which those of one token come first.
 
-        `works`: those of one token first.
+        `hidden`: on later stages, what the stage before returned. On the last stage: logits of the last `num_logits`
+        tokens of each share, [rows, vocab_size] in float32, or None. On others: hidden states [tokens, hidden].
         """
-        device = self._cache.data.device
-        plan = AttentionPlan(
-            self._cache,
-            [Piece(work.block_ids, work.start, work.stop) for work in works],
-            self._cache.data.dtype,
-            self._windows,
-        )
-        tokens = torch.tensor(list(chain.from_iterable(work.token_ids for work in works)), device=device)
-        hidden = self._network.forward(tokens, plan)
-        last, wanted = -1, []
-        for work in works:
-            last += work.stop - work.start
-            if work.wants_logits:
-                wanted.append(last)
+        batch = StepBatch(self._cache, shares, self._network.dtype, self._pages)
+        if hidden is None:
+            tokens = list(chain.from_iterable(share.token_ids for share in shares))
+            hidden = torch.tensor(tokens, device=self._cache.device)
+        hidden = self._network.forward(hidden, batch)
+        if not self._shard.is_last:
+            return hidden
+        end, wanted = 0, []
+        for share in shares:
+            end += share.stop - share.start
+            wanted += range(end - share.num_logits, end)
         return self._network.logits(hidden[wanted]) if wanted else None
