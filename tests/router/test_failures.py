@@ -309,7 +309,7 @@ async def test_what_is_no_kvferry_worker_is_said_so() -> None:
     p.info = None
     async with fleet(p, d) as (url, _):
         response, _raw = await post(url, BODY)
-    assert "answered 404: is it a kvferry worker?" in response.headers["x-kvferry-why"]
+    assert "GET /version 404: is it a kvferry worker, or a vLLM server?" in response.headers["x-kvferry-why"]
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,9 @@ async def test_models_and_fleet_view() -> None:
         ("p0", "prefill", True),
         ("d0", "decode", True),
     ]
-    assert view["pairs"] == [{"prefill": "p0", "decode": "d0", "why_not": None}]
+    [pair] = view["pairs"]
+    assert (pair["prefill"], pair["decode"], pair["why_not"], pair["breaker"]) == ("p0", "d0", None, "closed")
+    assert (view["status"], view["policies"]["decode"]) == ("ok", "least_loaded")
 
 
 def test_addresses_must_be_addresses() -> None:

@@ -4,15 +4,23 @@ import argparse
 import asyncio
 import dataclasses
 import logging
+from enum import StrEnum
 
 from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import field_docs
 from kvferry.http.listen import Listener, announce, serve_until_signal
-from kvferry.router.app import Router
+from kvferry.router.app import Router, RouterFiles
 from kvferry.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
+
+_FILES = {
+    "fleet": "fleet-file",
+    "api_keys": "api-key-file",
+    "worker_key": "worker-key-file",
+    "register_key": "register-key-file",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="its port; 0 takes a free one (default: 8080)")
     parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid and url")
+    files = field_docs(RouterFiles)
+    for name, flag in _FILES.items():
+        parser.add_argument(f"--{flag}", dest=f"file_{name}", metavar="FILE", help=files[name])
     docs = field_docs(RouterSettings)
     for field in dataclasses.fields(RouterSettings):
+        kind = type(field.default)
+        choices = list(kind) if issubclass(kind, StrEnum) else None
+        shown = "N" if choices is None else None
         parser.add_argument(
             "--" + field.name.removesuffix("_s").replace("_", "-"),
-            dest=field.name, type=type(field.default), default=field.default, metavar="N",
+            dest=field.name, type=kind, default=field.default, choices=choices, metavar=shown,
             help=f"{docs[field.name]} (default: {field.default})",
         )  # fmt: skip
 
@@ -35,7 +49,14 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Route until SIGINT or SIGTERM."""
     die_with_supervisor()
     settings = RouterSettings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RouterSettings)})
-    router = Router(args.prefill, args.decode, settings)
+    files = RouterFiles(**{name: getattr(args, f"file_{name}") for name in _FILES})
+    router = Router(
+        args.prefill,
+        args.decode,
+        settings,
+        files=files,
+        open_registration=args.host in ("127.0.0.1", "::1", "localhost"),
+    )
     listener = Listener(router.app, args.host, args.port)
 
     async def main() -> None:
@@ -43,7 +64,9 @@ def run(args: argparse.Namespace) -> ExitCode:
         for worker in router.fleet.workers:
             if worker.why_unusable is not None:
                 logger.warning("worker not usable yet: %s", worker.why_unusable)
-        logger.info("routing url=%s prefill=%d decode=%d", listener.url, len(args.prefill), len(args.decode))
+        logger.info(
+            "routing url=%s prefill=%d decode=%d", listener.url, len(router.fleet.prefill), len(router.fleet.decode)
+        )
         announce(args.ready_file, url=listener.url)
         await serve_until_signal(listener)
 

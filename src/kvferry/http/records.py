@@ -5,7 +5,7 @@ import msgspec
 from kvferry.settings import Role, TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 
-__all__ = ["Load", "Served", "SideChannelAddress", "WorkerInfo"]
+__all__ = ["CacheMark", "Limits", "Load", "Room", "Served", "SideChannelAddress", "WorkerInfo"]
 
 HEADER_PREFIX = "x-kvferry-"
 
@@ -100,17 +100,54 @@ class Load(msgspec.Struct, frozen=True):
     open_requests: int = 0
 
 
+class Room(msgspec.Struct, frozen=True):
+    """What is left of a worker's cache."""
+
+    free_blocks: int = 0
+    """Of `Limits.blocks`; blocks that only the prefix cache holds count as free."""
+    waiting: int = 0
+    """Requests that have no blocks yet."""
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a worker can hold at all. 0: it does not say."""
+
+    max_model_len: int = 0
+    block_tokens: int = 0
+    blocks: int = 0
+
+
+class CacheMark(msgspec.Struct, frozen=True):
+    """Which state of the prefix cache `GET /v1/kvferry/blocks` would tell; the same mark means the same blocks."""
+
+    version: int = 0
+    blocks: int = 0
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """GET /v1/kvferry, as far as the router reads it. Unknown fields are skipped."""
 
     engine: str
     incarnation: str
     role: Role
-    mode: TransferMode
+    mode: TransferMode | None = None
+    """None: it does not say; the router learns it from what prefill returns."""
+    kind: str = "kvferry"
+    """Whose server answers: `kvferry`, or `vllm` (which has no GET /v1/kvferry: the router makes this record)."""
+    version: str = ""
     side_channel: SideChannelAddress = SideChannelAddress()
     model: str = ""
     state: str = "ready"
     """`ready`; else why it takes no new requests: `draining`, or a sentence."""
     load: Load = Load()
+    limits: Limits = Limits()
+    room: Room | None = None
+    """None: it does not say."""
+    cache: CacheMark | None = None
+    """None: it does not tell its blocks."""
+    abilities: tuple[str, ...] = ()
+    """What it can do beyond the first release: `first-token` (an answer to a hand-off begins with prefill's first
+    token, alone in its event), `meet` (POST /v1/kvferry/meet), `prompt-blocks` (prefill tells the prompt's block
+    hashes if asked)."""
     facts: msgspec.Raw = msgspec.Raw(b"null")
     protocol: msgspec.Raw = msgspec.Raw(b"null")

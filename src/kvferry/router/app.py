@@ -1,49 +1,99 @@
 """The router's HTTP face."""
 
 import logging
+import time
 import uuid
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
 
 from kvferry.errors import ConfigError, FerryError
-from kvferry.http.errors import as_api_error, error_middleware
+from kvferry.http.bodies import decode_body
+from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.router.alarm import DecodeOnlyAlarm
 from kvferry.router.bodies import ClientBody
-from kvferry.router.dispatch import Dispatch, Dispatcher
+from kvferry.router.cost import HandoffCost
+from kvferry.router.discovery import FleetFile, Registration, Registrations
+from kvferry.router.dispatch import Dispatch
+from kvferry.router.keys import bearer_of, fits, key_middleware, read_keys
+from kvferry.router.meeting import Meetings
 from kvferry.router.metrics import RouterMetrics
+from kvferry.router.observe import Observers
+from kvferry.router.prefix import Prefixes
 from kvferry.router.releases import Releases
 from kvferry.router.settings import RouterSettings
+from kvferry.router.shared import Dispatcher
 from kvferry.router.upstream import Upstream
-from kvferry.router.workers import Fleet, Worker
+from kvferry.router.view import fleet_view, health_of
+from kvferry.router.workers import Fleet, check_url
 
-__all__ = ["Router"]
+__all__ = ["Router", "RouterFiles"]
 
 logger = logging.getLogger(__name__)
 
 
-class Router:
-    """OpenAI in, tokens out. `app` is ready to listen; it asks every worker once before it takes requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFiles:
+    """Files that the router reads. They hold keys, or change while it runs. None: there is none."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], settings: RouterSettings | None = None) -> None:
-        """Raises ConfigError for an address that is none."""
+    fleet: str | None = None
+    """The workers, as JSON; watched: {"prefill": ["http://HOST:PORT"], "decode": [...]}."""
+
+    api_keys: str | None = None
+    """Keys of clients, one a line: others get 401. Without it everybody may ask."""
+
+    worker_key: str | None = None
+    """The key that is sent to workers, instead of the client's."""
+
+    register_key: str | None = None
+    """The key with which workers register. Without it they can do so only while the router listens on loopback."""
+
+
+class Router:
+    """OpenAI in, tokens out. `app` is ready to listen; it asks every worker once before it takes requests.
+
+    `observers` see every dispatch: see observe.
+    """
+
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        settings: RouterSettings | None = None,
+        *,
+        files: RouterFiles | None = None,
+        open_registration: bool = False,
+    ) -> None:
+        """`open_registration`: workers may register without a key. Raises ConfigError for an address that is none."""
+        files = files or RouterFiles()
         for url in (*prefill, *decode):
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
-            if not urlsplit(url).hostname:
-                raise ConfigError(f"worker address {url!r} names no host: give http://HOST:PORT")
-        if not decode:
+            check_url(url)
+        self._register_keys = read_keys(files.register_key) if files.register_key else ()
+        self._may_register = open_registration or bool(self._register_keys)
+        if not decode and files.fleet is None and not self._may_register:
             raise ConfigError("no decode worker is given: add --decode URL")
         settings = settings or RouterSettings()
         self.fleet = Fleet(prefill, decode, settings)
+        self.observers = Observers()
         self._upstream = Upstream(settings)
         self._metrics = RouterMetrics()
         self._releases = Releases(self._upstream, settings.release_timeout_s)
-        self._shared = Dispatcher(self.fleet, self._upstream, settings, self._metrics, self._releases)
-        self.app = web.Application(
-            client_max_size=settings.max_body_bytes, middlewares=[error_middleware(lambda: uuid.uuid4().hex)]
-        )
+        self._meetings = Meetings(self.fleet, self._upstream)
+        self.fleet.on_up.append(self._meetings.on_up)
+        self._file = FleetFile(files.fleet, self.fleet) if files.fleet is not None else None
+        self._registrations = Registrations(self.fleet, settings)
+        self.shared = Dispatcher(
+            fleet=self.fleet, upstream=self._upstream, settings=settings, metrics=self._metrics,
+            releases=self._releases, observers=self.observers, prefixes=Prefixes(), cost=HandoffCost(),
+            alarm=DecodeOnlyAlarm(settings.alarm_window_s, settings.alarm_share),
+            worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
+        )  # fmt: skip
+        middlewares = [error_middleware(lambda: uuid.uuid4().hex)]
+        if files.api_keys:
+            middlewares.append(key_middleware(read_keys(files.api_keys)))
+        self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
         self.app.on_startup.append(self._on_startup)
         self.app.on_cleanup.append(self._on_cleanup)
         self.app.add_routes(
@@ -54,23 +104,38 @@ class Router:
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
+                web.post("/v1/kvferry/register", self._register),
             ]
         )
 
     async def _on_startup(self, _: web.Application) -> None:
         await self._upstream.start()
+        if self._file is not None:
+            await self._file.start()
         await self.fleet.start(self._upstream.session)
+        await self._registrations.start()
 
     async def _on_cleanup(self, _: web.Application) -> None:
+        await self._registrations.stop()
+        if self._file is not None:
+            await self._file.stop()
         await self.fleet.stop()
+        await self._meetings.stop()
         await self._releases.stop()
         await self._upstream.stop()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        status = 499
+        status, dispatch = 499, None
+        number = self.observers.new_dispatch() if self.observers else 0
         try:
             body = ClientBody(await request.read())
-            response = await Dispatch(self._shared, request, body).run()
+            if self.observers:
+                self.observers.tell(
+                    number, "arrived", request_id=request_id_of(request), path=request.path, stream=int(body.stream),
+                    traceparent=request.headers.get("traceparent", ""),
+                )  # fmt: skip
+            dispatch = Dispatch(self.shared, request, body, number)
+            response = await dispatch.run()
             status = response.status
         except FerryError as error:
             status = as_api_error(error).status
@@ -80,6 +145,9 @@ class Router:
             raise
         finally:
             self._metrics.on_end(request.path, status)
+            if self.observers:
+                served = {} if dispatch is None else dispatch.served
+                self.observers.tell(number, "ended", status=status, **served)
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -88,44 +156,35 @@ class Router:
         return _json({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 while requests are served, also without prefill (`degraded`); 503 with the reasons otherwise."""
-        decode = [worker for worker in self.fleet.decode if worker.why_unusable is None]
-        if not decode:
-            reasons = [worker.why_unusable for worker in self.fleet.decode]
-            return _json({"status": "unavailable", "reason": "no decode worker: " + "; ".join(map(str, reasons))}, 503)
-        if not any(self.fleet.has_prefill(one) for one in decode):
-            return _json({"status": "degraded", "reason": "decode only: " + self.fleet.why_no_prefill(decode[0])})
-        return _json({"status": "ok", "reason": "ready"})
+        """200 while requests are served, also without hand-offs (`degraded`); 503 with the reasons otherwise."""
+        status, reason = health_of(self.shared, time.monotonic())
+        return _json({"status": status, "reason": reason}, 503 if status == "unavailable" else 200)
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self._metrics.text(self.fleet), headers=headers)
+        now_s = time.monotonic()
+        text = self._metrics.text(
+            self.fleet, now_s=now_s, num_waiting=self.shared.num_waiting, alarm=self.shared.alarm.rings(now_s),
+            local_below=self.shared.local_below_tokens,
+        )  # fmt: skip
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _describe(self, _: web.Request) -> web.Response:
-        """The fleet: every worker, and for every pair whether it fits."""
-        pairs = [
-            {"prefill": prefill.name, "decode": decode.name, "why_not": self.fleet.why_not(prefill, decode)}
-            for prefill in self.fleet.prefill
-            for decode in self.fleet.decode
-        ]
-        return _json({"workers": [_view(worker) for worker in self.fleet.workers], "pairs": pairs})
+        """The fleet: every worker, and for every pair whether it fits and what it has done."""
+        return _json(fleet_view(self.shared, time.monotonic()))
 
-
-def _view(worker: Worker) -> dict[str, object]:
-    info = worker.info
-    return {
-        "url": worker.url,
-        "wanted": worker.wanted,
-        "engine": info.engine if info else None,
-        "incarnation": info.incarnation if info else None,
-        "role": info.role if info else None,
-        "mode": info.mode if info else None,
-        "model": info.model if info else None,
-        "usable": worker.why_unusable is None,
-        "why": worker.why_unusable or "",
-        "open_requests": worker.num_open,
-        "failures": worker.num_failures,
-    }
+    async def _register(self, request: web.Request) -> web.Response:
+        if not self._may_register:
+            raise ApiError(
+                403, "workers cannot register here: start the router with --register-key-file, or on loopback",
+                code="registration_off",
+            )  # fmt: skip
+        if self._register_keys and not fits(bearer_of(request), self._register_keys):
+            raise ApiError(
+                401, "the registration has no key that fits: start the worker with the router's --register-key-file",
+                code="invalid_api_key",
+            )  # fmt: skip
+        lease_s = self._registrations.take(decode_body(await request.read(), Registration), time.monotonic())
+        return _json({"lease_s": lease_s})
 
 
 def _json(body: object, status: int = 200) -> web.Response:

@@ -8,9 +8,11 @@ import msgspec
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError
 
-__all__ = ["ClientBody", "PrefillAnswer"]
+__all__ = ["ClientBody", "PrefillAnswer", "check_choices"]
 
 _encode = msgspec.json.encode
+_NOTHING = msgspec.Raw(b"")
+_OFF = frozenset({b"", b"null", b"false", b"0"})
 _TICKET = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -38,6 +40,14 @@ class _Read(msgspec.Struct, frozen=True):
     prompt: str | list[str | int | list[int]] | None = None
 
 
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+
+
+class _Account(msgspec.Struct, frozen=True):
+    recomputed: int = 0
+
+
 class PrefillAnswer(msgspec.Struct, frozen=True):
     """Prefill's answer, as far as the router reads it."""
 
@@ -48,6 +58,10 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
     choices: list[Choice]
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: _Usage | None = None
+    kvferry: _Account | None = None
+    prompt_blocks: str = ""
+    """The hashes of the prompt's whole blocks, in base64: see prefix."""
 
     @property
     def params(self) -> msgspec.Raw | None:
@@ -82,16 +96,64 @@ class ClientBody:
         return 1 if self._read.n is None else self._read.n
 
     @property
-    def wants_one_token(self) -> bool:
-        """Prefill's own token is the whole answer."""
+    def max_tokens(self) -> int | None:
+        """The limit on the answer; None: the worker's own."""
         limit = self._read.max_completion_tokens
-        return (self._read.max_tokens if limit is None else limit) == 1
+        return self._read.max_tokens if limit is None else limit
 
     @property
     def num_prompts(self) -> int:
         """More than one only in /v1/completions."""
         prompt = self._read.prompt
         return 1 if not isinstance(prompt, list) or all(isinstance(item, int) for item in prompt) else len(prompt)
+
+    @property
+    def num_prompt_ids(self) -> int | None:
+        """Tokens of the prompt, where the client sent ids; None for text."""
+        prompt = self._read.prompt
+        if not isinstance(prompt, list) or not prompt:
+            return None
+        if isinstance(prompt[0], int):
+            return len(prompt)
+        if isinstance(prompt[0], str):
+            return None
+        return sum(len(item) for item in prompt if isinstance(item, list))
+
+    @property
+    def prompt_bytes(self) -> bytes:
+        """All that becomes the prompt, as it came."""
+        fields = self._fields
+        if "prompt" in fields:
+            return bytes(fields["prompt"])
+        return bytes(fields.get("tools", _NOTHING)) + bytes(fields.get("messages", _NOTHING))
+
+    @property
+    def greedy(self) -> bool:
+        """The same prompt has the same answer wherever it is computed."""
+        try:
+            return float(bytes(self._fields.get("temperature", _NOTHING))) == 0.0
+        except ValueError:
+            return False
+
+    def asks(self, name: str) -> bool:
+        """The field is there, and neither null, false nor 0."""
+        return bytes(self._fields.get(name, _NOTHING)) not in _OFF
+
+    @property
+    def why_undivided(self) -> str | None:
+        """Why the prompt and the answer must be computed by one worker; None: they need not."""
+        if self.num_prompts > 1:
+            return f"{self.num_prompts} prompts in one request: a hand-off carries one"
+        # A logprob of 0 alternatives is still one: `0` asks for it here, and only null does not.
+        has_logprobs = bytes(self._fields.get("logprobs", _NOTHING)) not in (b"", b"null", b"false")
+        asks_prompt = bytes(self._fields.get("prompt_logprobs", _NOTHING)) not in (b"", b"null", b"false")
+        if asks_prompt or (self.asks("echo") and has_logprobs):
+            return "prompt log probabilities are computed with the prompt"
+        if self.asks("use_beam_search"):
+            return "a beam search has many answers on their way"
+        if self.max_tokens == 0:
+            return "no answer is asked for"
+        return None
 
     def plain(self) -> bytes:
         """As the client sent it: no hand-off."""

@@ -1,4 +1,8 @@
-"""From a worker's answer to the client's: bytes are handed on as they come, untouched."""
+"""From a worker's answer to the client's: bytes are handed on as they come, untouched.
+
+The router looks into them only where it has to: to drop a first token that has gone out already (first_token), and for
+a client that asked for the account in its usage (usage).
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -11,7 +15,10 @@ from kvferry.http.errors import ApiError, request_id_of
 from kvferry.http.records import HEADER_PREFIX
 from kvferry.router.answers import Answer, WorkerFailed
 from kvferry.router.bodies import ClientBody
-from kvferry.router.workers import Worker
+from kvferry.router.first_token import FirstEvent, as_events
+from kvferry.router.reply import Reply
+from kvferry.router.usage import UsageWriter, asked_for
+from kvferry.router.worker import Worker
 
 __all__ = ["from_prefill", "relay"]
 
@@ -21,80 +28,85 @@ _PASSED_ON = frozenset({"content-type", "content-encoding", "cache-control", "re
 
 
 async def relay(
-    request: web.Request,
+    reply: Reply,
     worker: Worker,
     answer: Answer,
     headers: Mapping[str, str],
     on_begin: Callable[[Mapping[str, str]], None],
 ) -> web.StreamResponse:
-    """Hand the answer on. Raises WorkerFailed only while nothing has gone to the client.
+    """Hand the answer on. Raises WorkerFailed only while nothing of it has gone to the client.
 
     A stream that breaks off later ends with an error event and no [DONE]: nothing is ever sent twice.
     """
+    request = reply.request
     merged = {**_passed_on(answer.headers), **headers, "X-Request-Id": request_id_of(request)}
+    usage = UsageWriter(merged) if asked_for(request.headers) else None
     if answer.content_type != "text/event-stream":
         body = await answer.read()
         on_begin(merged)
-        return web.Response(status=answer.status, body=body, headers=merged)
+        if reply.started:  # with prefill's first token: the status is out, the stream says what decode said
+            return await reply.end(b"data: " + body + b"\n\n")
+        return reply.whole(answer.status, body if usage is None else usage.whole(body), merged)
     chunk = await answer.read_some()
     if not chunk:
         raise WorkerFailed(worker, "ended its stream before it began", reached=True)
-    response = web.StreamResponse(status=answer.status, headers=merged)
-    await response.prepare(request)
+    stream = await reply.start(answer.status, merged)
     on_begin(merged)
     try:
-        while chunk:
-            await response.write(chunk)
-            chunk = await answer.read_some()
+        if reply.early is not None:
+            chunk = await _behind_the_first_event(answer, chunk, reply.early)
+        if usage is None:
+            while chunk:
+                await stream.write(chunk)
+                chunk = await answer.read_some()
+        else:
+            while chunk:
+                await stream.write(usage.feed(chunk))
+                chunk = await answer.read_some()
+            await stream.write(usage.end())
     except WorkerFailed as failure:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, failure)
-        error = ApiError(
-            502, f"decode {failure}; the answer is not whole: send the request again", code="worker_failed"
+        return await reply.fail(
+            ApiError(502, f"decode {failure}; the answer is not whole: send the request again", code="worker_failed")
         )
-        await response.write(b"data: " + error.body() + b"\n\n")
-    await response.write_eof()
-    return response
+    except ApiError as error:
+        logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, error)
+        return await reply.fail(error)
+    return await reply.end()
+
+
+async def _behind_the_first_event(answer: Answer, chunk: bytes, early: bytes) -> bytes:
+    first = FirstEvent(early)
+    while True:
+        left = first.feed(chunk)
+        if left:
+            return left
+        chunk = await answer.read_some()
+        if first.passed or not chunk:
+            return chunk
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in headers.items()
-        if name.lower() in _PASSED_ON or name.lower().startswith(HEADER_PREFIX)
+        if (lower := name.lower()) in _PASSED_ON or lower.startswith(HEADER_PREFIX)
     }
 
 
-async def from_prefill(
-    request: web.Request, body: ClientBody, raw: bytes, headers: Mapping[str, str]
-) -> web.StreamResponse:
+async def from_prefill(reply: Reply, body: ClientBody, raw: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
     """Prefill's first token ended the answer: its body is the answer, as a stream if the client wants one."""
+    request = reply.request
     answer: dict[str, Any] = msgspec.json.decode(raw)
-    answer.pop("kv_transfer_params", None)  # addresses of the fleet are not the client's business
-    merged = {**headers, "X-Request-Id": request_id_of(request)}
+    for name in ("kv_transfer_params", "prompt_blocks"):  # the fleet's, not the client's business
+        answer.pop(name, None)
+    merged = {**headers, "X-Request-Id": request_id_of(request), "Content-Type": "application/json"}
+    usage = UsageWriter(merged) if asked_for(request.headers) else None
     if not body.stream:
-        return web.Response(body=msgspec.json.encode(answer), content_type="application/json", headers=merged)
-    response = web.StreamResponse(headers={**merged, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for event in _as_events(answer, include_usage=body.include_usage):
-        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-def _as_events(answer: dict[str, Any], *, include_usage: bool) -> list[dict[str, Any]]:
-    """A whole body as the chunks of a stream."""
-    chat = answer.get("object") == "chat.completion"
-    head: dict[str, Any] = {name: answer[name] for name in ("id", "created", "model") if name in answer}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    tail = {"kvferry": answer["kvferry"]} if "kvferry" in answer else {}
-    choices = []
-    for choice in answer.get("choices", []):
-        choice = dict(choice)
-        if chat:
-            choice["delta"] = choice.pop("message", {})
-        choices.append(choice)
-    if not include_usage:
-        return [{**head, "choices": choices, **tail}]
-    last = {**head, "choices": [], "usage": answer.get("usage"), **tail}
-    return [{**head, "choices": choices, "usage": None}, last]
+        encoded = msgspec.json.encode(answer)
+        return reply.whole(200, encoded if usage is None else usage.whole(encoded), merged)
+    stream = await reply.start(200, {**merged, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    for event in as_events(answer, include_usage=body.include_usage):
+        line = b"data: " + msgspec.json.encode(event) + b"\n\n"
+        await stream.write(line if usage is None else usage.feed(line))
+    return await reply.end(b"data: [DONE]\n\n")

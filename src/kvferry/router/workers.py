@@ -1,8 +1,7 @@
-"""The workers behind the router: what each says of itself, whether it is well, how busy it is, and which pairs fit.
+"""The fleet: who is in it, how each worker is, which pairs fit, and who serves a request.
 
-Life of a worker: UNKNOWN (never answered) -> UP <-> DOWN (with the reason). A worker is UP again with its first good
-answer, whatever its incarnation: a restart needs no more than that. `state` beside it is the worker's own word, for
-example `draining`: it is well, and gets nothing new.
+Workers come and go: by flag, by file, by registration (discovery). A worker that leaves gets nothing new; what is open
+there goes on.
 
 A worker is silent from the first health check that got no answer at all (any answer, or a refused connection, ends
 that: where a process ended, its open connections end as well). Each further check that gets none, once it has been
@@ -12,21 +11,25 @@ decide, not a timer, so a router that stood still itself asks again before it gi
 
 import asyncio
 import errno
-import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
+from kvferry.errors import ConfigError
 from kvferry.http.records import WorkerInfo
-from kvferry.router.pairing import why_not
-from kvferry.router.settings import RouterSettings
+from kvferry.router.pairs import Pairs
+from kvferry.router.policies import Wanted, make_policy
+from kvferry.router.prefix import unpack_hashes
+from kvferry.router.probe import NotAWorker, ask_what_it_is
+from kvferry.router.settings import PolicyName, RouterSettings
+from kvferry.router.worker import Cached, Source, Wait, Worker
 from kvferry.settings import Role
 
-__all__ = ["Fleet", "Wait", "Worker"]
+__all__ = ["Fleet", "Wait", "Worker", "check_url", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,106 +38,101 @@ _NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT}
 """The host answers nothing. Others, as a refused connection or a name that is not found, say nothing of the worker."""
 
 
-class Wait(Protocol):
-    """Something of the router that waits for a worker's headers or bytes."""
-
-    waiting_since_s: float | None
-    """Loop time since when it waits for the next bytes; None: it doesn't at the moment."""
-
-    def give_up(self, reason: str) -> None:
-        """End the wait, as a failure of the worker with this reason. Never blocks; nothing if it has just ended."""
-        ...
-
-
-class Worker:
-    """One worker, as the router sees it."""
-
-    def __init__(self, url: str, wanted: Role) -> None:
-        self.url = url.rstrip("/")
-        self.wanted = wanted
-        """What the operator says it is for: PREFILL or DECODE."""
-        self.info: WorkerInfo | None = None
-        self.down: str | None = "it has not answered yet"
-        """Why it cannot be reached; None: it can."""
-        self.silent_since_s: float | None = None
-        """Loop time of the first health check without an answer; None: the last one had one."""
-        self.num_open = 0
-        self.num_failures = 0
-        self.last_pick = 0
-        self._waits: set[Wait] = set()
-
-    @property
-    def name(self) -> str:
-        """The engine's id, and the address until that is known."""
-        return self.info.engine if self.info is not None else self.url
-
-    @property
-    def why_unusable(self) -> str | None:
-        """Why it gets no new request; None: it may."""
-        if self.down is not None or self.info is None:
-            return f"{self.name} ({self.url}) is down: {self.down}"
-        if self.info.role not in (self.wanted, Role.BOTH):
-            return (
-                f"{self.name} ({self.url}) is a {self.info.role} worker and was given as --{self.wanted}: "
-                f"give it as --{self.info.role}, or start it with --role {self.wanted}"
-            )
-        if self.info.state != "ready":
-            return f"{self.name} ({self.url}) takes nothing new: {self.info.state}"
-        return None
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count a request as open for as long."""
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-
-    @contextmanager
-    def ending(self, wait: Wait) -> Iterator[None]:
-        """Have this wait given up within the context if the worker hangs."""
-        self._waits.add(wait)
-        try:
-            yield
-        finally:
-            self._waits.discard(wait)
-
-    def end_waits(self, since_s: float, reason: str) -> int:
-        """Give up the waits that began at `since_s` (loop time) or before. Returns how many."""
-        ended = [w for w in self._waits if w.waiting_since_s is not None and w.waiting_since_s <= since_s]
-        for wait in ended:
-            wait.give_up(reason)
-        return len(ended)
+def check_url(url: str) -> None:
+    """Raises ConfigError for what is no address of a worker."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
+    try:
+        host, _ = urlsplit(url).hostname, urlsplit(url).port
+    except ValueError as error:
+        raise ConfigError(f"worker address {url!r} is none: {error}. Give http://HOST:PORT") from error
+    if not host:
+        raise ConfigError(f"worker address {url!r} names no host: give http://HOST:PORT")
 
 
 class Fleet:
     """All workers; asks each in turn how it is. Everything runs on the event loop."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], settings: RouterSettings) -> None:
-        self.prefill = [Worker(url, Role.PREFILL) for url in prefill]
-        self.decode = [Worker(url, Role.DECODE) for url in decode]
         self._settings = settings
-        self._picks = itertools.count(1)
-        self._tasks: list[asyncio.Task[None]] = []
+        self.prefill = [Worker(url, Role.PREFILL, settings) for url in prefill]
+        self.decode = [Worker(url, Role.DECODE, settings) for url in decode]
+        self.pairs = Pairs(settings)
+        self._policies = {
+            Role.PREFILL: make_policy(settings.prefill_policy),
+            Role.DECODE: make_policy(settings.decode_policy),
+        }
+        self._prefix_aware = PolicyName.PREFIX_AWARE in (settings.prefill_policy, settings.decode_policy)
+        self._wants_blocks = self._prefix_aware or settings.local_below != "0"
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self.on_up: list[Callable[[Worker], None]] = []
+        """Called when a worker is up for the first time, again, or as a new process. Must not block."""
 
     @property
     def workers(self) -> list[Worker]:
         """Prefill, then decode."""
         return [*self.prefill, *self.decode]
 
+    @property
+    def wants_pieces(self) -> bool:
+        """Prompts are compared with what workers have cached."""
+        return self._wants_blocks
+
     async def start(self, session: aiohttp.ClientSession) -> None:
         """Ask everyone once, then keep asking until `stop`."""
+        self._session = session
         await asyncio.gather(*(self.ask(session, worker) for worker in self.workers))
-        self._tasks = [asyncio.create_task(self._keep_asking(session, worker)) for worker in self.workers]
+        for worker in self.workers:
+            if worker not in self._tasks:
+                self._tasks[worker] = asyncio.create_task(self._keep_asking(session, worker, at_once=False))
 
     async def stop(self) -> None:
         """Ask no more."""
-        for task in self._tasks:
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _keep_asking(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+    # ---- who is in it ----
+
+    def find(self, url: str, role: Role) -> Worker | None:
+        """The worker of this address in this role."""
+        own = self.prefill if role is Role.PREFILL else self.decode
+        return next((worker for worker in own if worker.url == url.rstrip("/")), None)
+
+    def add(self, url: str, role: Role, source: Source) -> Worker:
+        """Known from now on; the same worker if it is already. Raises ConfigError for an address that is none."""
+        known = self.find(url, role)
+        if known is not None:
+            return known
+        check_url(url)
+        worker = Worker(url, role, self._settings, source)
+        (self.prefill if role is Role.PREFILL else self.decode).append(worker)
+        logger.info("worker added url=%s role=%s source=%s", worker.url, role, source)
+        if self._session is not None:
+            self._tasks[worker] = asyncio.create_task(self._keep_asking(self._session, worker, at_once=True))
+        return worker
+
+    def remove(self, worker: Worker, reason: str) -> None:
+        """Nothing new goes there; what is open goes on."""
+        worker.gone = True
+        for own in (self.prefill, self.decode):
+            if worker in own:
+                own.remove(worker)
+        self.pairs.forget(worker)
+        task = self._tasks.pop(worker, None)
+        if task is not None:
+            task.cancel()
+        logger.info("worker removed url=%s cause=%s", worker.url, reason)
+        self.notify()
+
+    # ---- how it is ----
+
+    async def _keep_asking(self, session: aiohttp.ClientSession, worker: Worker, *, at_once: bool) -> None:
+        if at_once:
+            await self.ask(session, worker)
         while True:
             await asyncio.sleep(self._settings.health_every_s)
             await self.ask(session, worker)
@@ -144,16 +142,15 @@ class Fleet:
         timeout = aiohttp.ClientTimeout(
             total=self._settings.health_timeout_s, sock_connect=self._settings.connect_timeout_s
         )
-        silent = False
+        silent, asked_s = False, time.monotonic()
         try:
-            async with session.get(f"{worker.url}/v1/kvferry", timeout=timeout) as response:
-                body = await response.read()
-                if response.status == 200:
-                    self._mark_up(worker, msgspec.json.decode(body, type=WorkerInfo))
-                else:
-                    self.mark_down(worker, f"GET /v1/kvferry answered {response.status}: is it a kvferry worker?")
-        except msgspec.MsgspecError as error:
-            self.mark_down(worker, f"GET /v1/kvferry is not what a worker of this version says: {error}")
+            info = await ask_what_it_is(session, worker, timeout)
+            if self._wants_blocks and info.cache is not None and info.cache.version != worker.cached.version:
+                worker.cached = await self._ask_blocks(session, worker, info, timeout)
+            self._mark_up(worker, info)
+            worker.reported(asked_s)
+        except NotAWorker as error:
+            self.mark_down(worker, str(error))
         except TimeoutError:
             silent = True
             self.mark_down(worker, f"no answer to GET /v1/kvferry in {self._settings.health_timeout_s:g} s")
@@ -161,6 +158,17 @@ class Fleet:
             silent = isinstance(error, OSError) and error.errno in _NOBODY_THERE
             self.mark_down(worker, reason_of(error))
         self._note_silence(worker, silent)
+        self.notify()
+
+    async def _ask_blocks(
+        self, session: aiohttp.ClientSession, worker: Worker, info: WorkerInfo, timeout: aiohttp.ClientTimeout
+    ) -> Cached:
+        assert info.cache is not None, "asked only of workers that tell their blocks"
+        async with session.get(f"{worker.url}/v1/kvferry/blocks", timeout=timeout) as response:
+            body = await response.read()
+            if response.status != 200:
+                return Cached(info.cache.version)
+        return Cached(info.cache.version, frozenset(unpack_hashes(body)))
 
     def _note_silence(self, worker: Worker, silent: bool) -> None:
         """A health check has ended, with no answer at all if `silent`."""
@@ -178,11 +186,21 @@ class Fleet:
 
     def _mark_up(self, worker: Worker, info: WorkerInfo) -> None:
         known = worker.info
-        if worker.down is not None or known is None or known.incarnation != info.incarnation:
+        restarted = known is None or known.incarnation != info.incarnation
+        came = worker.down is not None or restarted
+        if came:
             logger.info("worker up peer=%s url=%s incarnation=%s", info.engine, worker.url, info.incarnation)
-        elif known.state != info.state:
+        elif known is not None and known.state != info.state:
             logger.info("worker changed peer=%s state=%s", info.engine, info.state)
+        if restarted:
+            worker.learned = None
+            worker.breaker.succeeded()
+        if known is not None and info.kind == "vllm" and worker.learned is not None:
+            info = msgspec.structs.replace(info, engine=worker.learned.engine or info.engine)
         worker.info, worker.down = info, None
+        if came:
+            for told in self.on_up:
+                told(worker)
 
     def mark_down(self, worker: Worker, reason: str) -> None:
         """It is not used until it answers again."""
@@ -190,43 +208,64 @@ class Fleet:
             logger.warning("worker down peer=%s url=%s cause=%s", worker.name, worker.url, reason)
         worker.down = reason
 
+    def notify(self) -> None:
+        """Something changed for which a request may wait: room, a worker."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_change(self, timeout_s: float) -> bool:
+        """Wait until something changes. False: nothing did in that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     # ---- who serves ----
 
-    def pick_decode(self, tried: set[Worker]) -> Worker | None:
-        """The least busy one that was not tried."""
-        return self._least_busy([w for w in self.decode if w not in tried and w.why_unusable is None])
+    def decode_candidates(self, tried: set[Worker]) -> list[Worker]:
+        """Those that were not tried and may serve. Open breakers count only while some other worker is left: with
+        nobody else, a try is better than a refusal."""
+        usable = [worker for worker in self.decode if worker not in tried and worker.why_unusable is None]
+        return [worker for worker in usable if worker.breaker.permits(time.monotonic())] or usable
 
-    def pick_prefill(self, decode: Worker | None, tried: set[Worker]) -> Worker | None:
-        """The least busy one that was not tried and fits decode, if decode matters."""
-        usable = [w for w in self.prefill if w not in tried and w.why_unusable is None]
-        return self._least_busy([w for w in usable if decode is None or self.why_not(w, decode) is None])
+    def choose_decode(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
+        """By the policy."""
+        return self._policies[Role.DECODE].choose(candidates, wanted)
+
+    def pick_prefill(self, decode: Worker | None, tried: set[Worker], wanted: Wanted) -> Worker | None:
+        """By the policy, one that was not tried and fits decode, if decode matters; None if there is none."""
+        usable = [
+            worker
+            for worker in self.prefill
+            if worker not in tried
+            and worker.why_not_now() is None
+            and (decode is None or self.why_not_now(worker, decode) is None)
+        ]
+        return self._policies[Role.PREFILL].choose(usable, wanted) if usable else None
 
     def has_prefill(self, decode: Worker) -> bool:
         """Some prefill worker can serve beside this decode worker."""
-        return any(w.why_unusable is None and self.why_not(w, decode) is None for w in self.prefill)
+        return any(w.why_not_now() is None and self.why_not_now(w, decode) is None for w in self.prefill)
 
     def why_not(self, prefill: Worker, decode: Worker) -> str | None:
         """Why these two cannot serve a request together; None: they can."""
-        if prefill.info is None or decode.info is None:
-            return "one of them has not answered yet"
-        return why_not(prefill.info, decode.info)
+        return self.pairs.why_not(prefill, decode)
+
+    def why_not_now(self, prefill: Worker, decode: Worker) -> str | None:
+        """As `why_not`, with the pair's breaker."""
+        return self.why_not(prefill, decode) or self.pairs.why_not_now(prefill, decode)
 
     def why_no_prefill(self, decode: Worker) -> str:
         """Why no prefill worker can serve beside this decode worker."""
         if not self.prefill:
             return "no prefill worker is configured"
         reasons = [
-            worker.why_unusable or f"{worker.name} does not fit {decode.name}: {self.why_not(worker, decode)}"
+            worker.why_not_now() or f"{worker.name} does not fit {decode.name}: {self.why_not_now(worker, decode)}"
             for worker in self.prefill
         ]
         return "; ".join(reasons)
-
-    def _least_busy(self, candidates: list[Worker]) -> Worker | None:
-        if not candidates:
-            return None
-        chosen = min(candidates, key=lambda worker: (worker.num_open, worker.last_pick))
-        chosen.last_pick = next(self._picks)
-        return chosen
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,0 +1,73 @@
+"""What all dispatches of a router share, and the records of one."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from kvferry.router.alarm import DecodeOnlyAlarm
+from kvferry.router.answers import WorkerFailed
+from kvferry.router.cost import HandoffCost
+from kvferry.router.metrics import RouterMetrics
+from kvferry.router.observe import Observers
+from kvferry.router.prefix import Prefixes
+from kvferry.router.releases import Releases
+from kvferry.router.settings import RouterSettings
+from kvferry.router.upstream import Upstream
+from kvferry.router.worker import Worker
+from kvferry.router.workers import Fleet
+
+__all__ = ["Attempts", "Dispatcher", "Ticket", "end_tasks"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Dispatcher:
+    """What all dispatches share."""
+
+    fleet: Fleet
+    upstream: Upstream
+    settings: RouterSettings
+    metrics: RouterMetrics
+    releases: Releases
+    observers: Observers
+    prefixes: Prefixes
+    cost: HandoffCost
+    alarm: DecodeOnlyAlarm
+    worker_key: str | None = None
+    """Sent to workers instead of the client's own key."""
+    num_waiting: int = 0
+    """Requests that wait for room on decode."""
+
+    @property
+    def local_below_tokens(self) -> int:
+        """Prompts with fewer uncached tokens are computed by decode."""
+        fixed = self.settings.local_below_tokens
+        return self.cost.threshold_tokens() if fixed is None else fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What prefill's side of a request came to: a hand-off, or the reason why there is none."""
+
+    prefill: Worker | None = None
+    params: msgspec.Raw | None = None
+    why: str = ""
+    local: bool = False
+    """Decode computes the prompt by choice."""
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Workers that failed this request, and how."""
+
+    prefill: set[Worker] = field(default_factory=set)
+    decode: set[Worker] = field(default_factory=set)
+    failures: list[WorkerFailed] = field(default_factory=list)
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

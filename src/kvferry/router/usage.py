@@ -1,0 +1,76 @@
+"""How a request was served, in the body's usage, for a client that asks (`X-KVFerry-Usage: 1`).
+
+Only then does the router look into the bytes of an answer. It adds `usage.kvferry`; all else stays as the worker wrote
+it, but for the JSON's spacing in that one event.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+__all__ = ["UsageWriter", "asked_for"]
+
+HEADER = "X-KVFerry-Usage"
+_MARK = b'"usage"'
+_NUMBERS = ("handed_over", "cached", "recomputed")
+_WORDS = ("route", "prefill", "decode", "mode", "why")
+
+
+def asked_for(headers: Mapping[str, str]) -> bool:
+    """The client wants it."""
+    return headers.get(HEADER, "") in ("1", "true")
+
+
+class UsageWriter:
+    """One an answer."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        """`headers`: those of the answer, which say how it was served."""
+        self._headers = headers
+        self._buffer = b""
+
+    def whole(self, body: bytes) -> bytes:
+        """A body that is not a stream."""
+        return self._write(body)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """What of a stream may go out: whole events."""
+        self._buffer += chunk
+        events, end, self._buffer = self._buffer.rpartition(b"\n\n")
+        if not end:
+            return b""
+        return b"".join(self._event(event) + b"\n\n" for event in events.split(b"\n\n"))
+
+    def end(self) -> bytes:
+        """What is left."""
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    def _event(self, event: bytes) -> bytes:
+        if _MARK not in event or not event.startswith(b"data: "):
+            return event
+        return b"data: " + self._write(event[len(b"data: ") :])
+
+    def _write(self, raw: bytes) -> bytes:
+        try:
+            body = msgspec.json.decode(raw)
+        except msgspec.MsgspecError:
+            return raw
+        if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
+            return raw
+        body["usage"]["kvferry"] = self._served(body)
+        return msgspec.json.encode(body)
+
+    def _served(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The worker's own account where it gave one, else what the headers say."""
+        told = {name: self._headers.get("x-kvferry-" + name) for name in _WORDS}
+        served: dict[str, Any] = {name: value for name, value in told.items() if value}
+        own = body.get("kvferry")
+        for name in _NUMBERS:
+            value = own.get(name) if isinstance(own, dict) else self._headers.get("x-kvferry-" + name.replace("_", "-"))
+            if value is not None and str(value).isdigit():
+                served[name] = int(value)
+        if isinstance(own, dict) and own.get("why"):
+            served["why"] = own["why"]
+        return served
