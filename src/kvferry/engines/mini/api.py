@@ -101,6 +101,8 @@ class GenerateRequest:
     """kv_transfer_params: to compute only the prompt for another engine, or to take the prompt's KV from one."""
     on_failure: FailurePolicy | None = None
     """What to do if that KV does not arrive; None: what the worker's settings say."""
+    first_token_sent: bool = False
+    """The client has the hand-off's first token already: go on from it, whatever becomes of the KV."""
 
 
 @dataclass(frozen=True, slots=True)

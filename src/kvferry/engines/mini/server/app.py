@@ -21,6 +21,7 @@ from aiohttp import web
 from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, sampling_of
 from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
+from kvferry.engines.mini.server.fleet import MeetBody, packed_hashes, prompt_blocks
 from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
@@ -42,6 +43,8 @@ _DEFAULT_MAX_TOKENS = 16
 _MAX_TOP_LOGPROBS = 20
 _SNAPSHOT_WAIT_S = 0.25
 _MAX_REASON_CHARS = 200
+_MEET_LOOKS = 200
+_MEET_LOOK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class WorkerServer:
                 web.get(TRACE_PATH, self._trace),
                 web.post("/v1/kvferry/drain", self._drain),
                 web.post("/v1/kvferry/release", self._release),
+                web.post("/v1/kvferry/meet", self._meet),
+                web.get("/v1/kvferry/blocks", self._blocks),
             ]
         )
 
@@ -212,6 +217,7 @@ class WorkerServer:
             handoff=handoff,
             on_failure=body.kv_on_failure,
             why=request.headers.get("x-kvferry-why", ""),
+            first_token_sent=request.headers.get("x-kvferry-first-token") == "sent",
         )
 
     def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int, num_logprobs: int | None) -> None:
@@ -277,8 +283,11 @@ class WorkerServer:
                     if output.token_ids and not any(choice.token_ids for choice in reply.choices):
                         self._metrics.on_first_token(time.monotonic() - began_s)
                     reply.choices[index].add(output)
+                body = reply.whole()
+                if job.handoff is not None and request.headers.get("x-kvferry-want") == "prompt-blocks":
+                    body["prompt_blocks"] = self._prompt_blocks(job)
                 response = web.Response(
-                    body=msgspec.json.encode(reply.whole()),
+                    body=msgspec.json.encode(body),
                     content_type="application/json",
                     headers=reply.served().headers(),
                 )
@@ -402,6 +411,34 @@ class WorkerServer:
         reason = f"the router gave it up: {body.reason[:_MAX_REASON_CHARS]}" if body.reason else "the router gave it up"
         released = await self._engine.call(lambda: self._worker.release(TransferId(body.transfer_id), reason))
         return _json({"released": released})
+
+    async def _blocks(self, _: web.Request) -> web.Response:
+        """The hashes in the prefix cache, 8 bytes each, back to back."""
+        known = getattr(self._worker, "cached_blocks", None)
+        hashes = [] if known is None else await self._engine.call(known)
+        return web.Response(body=packed_hashes(hashes), content_type="application/octet-stream")
+
+    async def _meet(self, request: web.Request) -> web.Response:
+        body = decode_body(await request.read(), MeetBody)
+        body.check()
+        return _json({"state": await self._met(body)})
+
+    async def _met(self, body: MeetBody) -> str:
+        """What came of the handshake; `asking` if it takes longer than we wait."""
+        meet = getattr(self._worker, "meet", None)
+        if meet is None:
+            return "unsupported"
+        state = "asking"
+        for _ in range(_MEET_LOOKS):
+            state = await self._engine.call(lambda: meet(body.engine, body.incarnation, body.host, body.port))
+            if state != "asking":
+                break
+            await asyncio.sleep(_MEET_LOOK_EVERY_S)
+        return state
+
+    def _prompt_blocks(self, job: Job) -> str:
+        size = self._description.get("limits", {}).get("block_tokens", 0)
+        return prompt_blocks(job.prompts[0].token_ids, size) if size else ""
 
 
 def _unsupported(name: str, value: object) -> ApiError:

@@ -40,6 +40,8 @@ class Job:
     on_failure: FailurePolicy | None = None
     why: str = ""
     """Why the router sent this prompt without a hand-off."""
+    first_token_sent: bool = False
+    """The router has sent the hand-off's first token to the client."""
 
     @property
     def num_choices(self) -> int:
@@ -100,5 +102,6 @@ class Generation:
             sampling=self._job.samplings[choice],
             handoff=handoff,
             on_failure=self._job.on_failure,
+            first_token_sent=handoff is not None and self._job.first_token_sent,
         )
         self._engine.submit(request, lambda event: self._events.put_nowait((index, event)))
