@@ -1,0 +1,146 @@
+"""The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
+
+Workers are other processes, and hear of peers with the next step's orders: a transport keeps what a peer sends until it
+is introduced, and whoever waits for an answer keeps the engine stepping.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvferry.connector.rendezvous import Rendezvous
+from kvferry.connector.scheduler import EngineIdentity, make_scheduler
+from kvferry.engines.vllm.facts import backoff_tokens, describe
+from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.reading import group_forms
+from kvferry.engines.vllm.records import RankCard
+from kvferry.engines.vllm.scheduling import Ended, VllmScheduler
+from kvferry.errors import ConfigError
+from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
+from kvferry.handshake.facts import Facts
+from kvferry.handshake.fit import make_fit
+from kvferry.handshake.handshake import LocalSide
+from kvferry.ids import EngineId, Incarnation
+from kvferry.layout.description import CacheKind
+from kvferry.wire.hello import Hello, RankHello, encode_hello
+from kvferry.wire.layout_codec import decode_layout
+from kvferry.wire.versions import protocol_range
+
+__all__ = ["VllmEngine", "start_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """One an engine. `scheduler` is for the engine's thread alone."""
+
+    def __init__(self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: "deque[Introduce | Depart]") -> None:
+        self.scheduler = scheduler
+        self._rendezvous = rendezvous
+        self._mail = mail
+
+    def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
+        """The orders of this step, with the peers that came and went since the last one."""
+        orders, doomed = self.scheduler.build_orders(preempted)
+        if self._mail:
+            mail = [self._mail.popleft() for _ in range(len(self._mail))]
+            orders = replace(
+                orders,
+                introduce=tuple(peer for peer in mail if isinstance(peer, Introduce)),
+                depart=tuple(peer for peer in mail if isinstance(peer, Depart)),
+            )
+        return orders, doomed
+
+    def update(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> Ended:
+        """What the workers said."""
+        for peer in lost:
+            self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
+        return self.scheduler.update(reports)
+
+    def close(self) -> None:
+        """No socket, no thread remains."""
+        self._rendezvous.close()
+
+
+def start_engine(
+    config: Any, cache_config: Any, options: Options, cards: Sequence[RankCard], version: str
+) -> VllmEngine:
+    """Bind the side channel and begin to answer. Raises ConfigError; then nothing is left behind."""
+    parallel = config.parallel_config
+    tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    if [card.index for card in cards] != list(range(tp * pp)):
+        raise ConfigError(f"ranks {[card.index for card in cards]!r} have registered caches; {tp * pp} were expected")
+    ferry = options.ferry
+    engine_id = EngineId(str(config.kv_transfer_config.engine_id))
+    incarnation = Incarnation(cards[0].incarnation)
+    kernel_tokens = [
+        next((told for told in each if told is not None), None)
+        for each in zip(*(card.kernel_tokens for card in cards), strict=True)
+    ]
+    forms = group_forms(cache_config, kernel_tokens)
+    mail: deque[Introduce | Depart] = deque()
+    rendezvous = Rendezvous(ferry.side_channel, mail.append, mail.append, name=engine_id)
+    try:
+        identity = EngineIdentity(engine_id, incarnation, rendezvous.host, rendezvous.port, tp_size=tp, pp_size=pp)
+        hello = Hello(
+            engine=engine_id,
+            incarnation=incarnation,
+            role=options.role,
+            ranks=tuple(
+                RankHello(layout=card.layout, transport=card.transport, transport_metadata=card.transport_metadata)
+                for card in cards
+            ),
+            host=rendezvous.host,
+            port=rendezvous.port,
+        )
+        facts = Facts.from_engine(
+            describe(
+                config,
+                version=version,
+                settings=ferry,
+                role=options.role,
+                backends={name for card in cards for name in card.backends},
+                packings={tag for card in cards for tag in card.packings},
+                state_dtypes={text for card in cards for text in card.state_dtypes},
+                block_tokens=[form.block_tokens for form in forms],
+                layer_groups=dict(pair for card in cards for pair in card.layer_groups),
+                kv_layout=cache_config.kv_cache_layout,
+            )
+        )
+        layouts = tuple(decode_layout(card.layout) for card in cards)
+        local = LocalSide(
+            facts, hello, make_fit(layouts, options.role), protocol_range(ferry.side_channel.protocol_max)
+        )
+        if len(cards) > 1:
+            # Each rank learns its siblings' layouts: what it owes to whom, as prefill, depends on them.
+            mail.append(Introduce(engine_id, incarnation, encode_hello(hello)))
+        lookahead = int(config.num_prefill_lookahead_tokens)
+        kinds = {form.kind for form in forms}
+        scheduler = VllmScheduler(
+            make_scheduler(identity, rendezvous, ferry),
+            forms,
+            engine_id=engine_id,
+            mode=ferry.transfer.mode,
+            policy=ferry.transfer.on_failure,
+            backoff=backoff_tokens(lookahead, states=CacheKind.STATE in kinds, windows=CacheKind.WINDOW in kinds),
+            # A chain of MTP modules rewrites the end of a chunk in the next one: then only the whole prompt is offered.
+            progress=ferry.transfer.progress and lookahead <= 1,
+            group_ids=cache_config.transfer_group_ids,
+        )
+        rendezvous.start(local)
+    except BaseException:
+        rendezvous.close()
+        raise
+    logger.info(
+        "kvferry ready engine=%s incarnation=%s role=%s mode=%s side_channel=%s:%s ranks=%d",
+        engine_id,
+        incarnation,
+        options.role,
+        ferry.transfer.mode,
+        identity.host,
+        identity.port,
+        len(cards),
+    )
+    return VllmEngine(scheduler, rendezvous, mail)

@@ -1,0 +1,93 @@
+"""`--kv-transfer-config` as kvferry's settings. Pure.
+
+`kv_connector_extra_config` takes: `mode` (pull, push), `strict`, `any_version`, and the parts of FerrySettings by name
+(`transfer`, `lease`, `side_channel`), each an object of settings. Whatever else it holds is refused, so that a setting
+that was misspelt is not a default that nobody wanted. `kv_load_failure_policy` is vLLM's own, and decides on_failure.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvferry.errors import ConfigError
+from kvferry.settings import FailurePolicy, FerrySettings, Role
+
+__all__ = ["Options", "read_options", "role_of"]
+
+_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+_PARTS = ("transfer", "lease", "side_channel")
+_OURS = ("mode", "strict", "any_version", *_PARTS)
+_WHERE = "kv_connector_extra_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the operator set."""
+
+    ferry: FerrySettings
+    role: Role
+    any_version: bool = False
+
+
+def role_of(kv_role: str | None) -> Role:
+    """Raises ConfigError for none."""
+    if kv_role not in _ROLES:
+        raise ConfigError(f"kv_role={kv_role!r} is not one of {', '.join(_ROLES)}")
+    return _ROLES[kv_role]
+
+
+def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_policy: str) -> Options:
+    """Raises ConfigError with the name, the value and what is allowed."""
+    unknown = sorted(set(extra) - set(_OURS))
+    if unknown:
+        raise ConfigError(f"{_WHERE} holds {unknown[0]!r}, which kvferry does not know: it takes {', '.join(_OURS)}")
+    parts: dict[str, dict[str, Any]] = {}
+    for name in _PARTS:
+        part = extra.get(name, {})
+        if not isinstance(part, Mapping):
+            raise ConfigError(f"{_WHERE}.{name}={part!r} must be an object of settings")
+        parts[name] = dict(part)
+    transfer = parts["transfer"]
+    if "mode" in extra:
+        if "mode" in transfer:
+            raise ConfigError(f"{_WHERE} holds both 'mode' and 'transfer.mode': leave one out")
+        transfer["mode"] = extra["mode"]
+    if "on_failure" in transfer:
+        raise ConfigError(f"{_WHERE}.transfer.on_failure is vLLM's own setting: use kv_load_failure_policy")
+    if failure_policy not in list(FailurePolicy):
+        raise ConfigError(f"kv_load_failure_policy={failure_policy!r} is not one of {', '.join(FailurePolicy)}")
+    transfer["on_failure"] = failure_policy
+    # vLLM's decode samples from its own pass over the last prompt token: another first token would be said twice.
+    if transfer.setdefault("first_token", False):
+        raise ConfigError(f"{_WHERE}.transfer.first_token=True: vLLM's decode cannot take prefill's first token")
+    settings = FerrySettings()
+    kinds = {name: type(getattr(settings, name)) for name in _PARTS}
+    return Options(
+        ferry=FerrySettings(
+            **{name: _part(name, kinds[name], parts[name]) for name in _PARTS},
+            strict=_flag(extra, "strict"),
+        ),
+        role=role_of(kv_role),
+        any_version=_flag(extra, "any_version"),
+    )
+
+
+def _part(name: str, kind: type[Any], raw: dict[str, Any]) -> Any:
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = sorted(set(raw) - set(known))
+    if unknown:
+        raise ConfigError(f"{_WHERE}.{name} holds {unknown[0]!r}: it takes {', '.join(known)}")
+    try:
+        return msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_WHERE}.{name}: {error}") from error
+
+
+def _flag(extra: Mapping[str, Any], name: str) -> bool:
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_WHERE}.{name}={value!r} must be true or false")
+    return value

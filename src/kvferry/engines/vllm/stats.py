@@ -1,0 +1,128 @@
+"""kvferry's series on vLLM's /metrics, through vLLM's own hooks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kvferry.handoff.orders import Failed, Landed
+from kvferry.stats import HandoffStats
+
+__all__ = ["FerryMetrics", "FerryStats", "of_ended", "of_worker"]
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+_COUNTERS = {
+    "handoffs_landed": "Hand-offs whose KV cache arrived whole here",
+    "handoffs_failed": "Hand-offs that ended without it",
+    "handoff_bytes": "Bytes of KV cache that arrived here",
+    "handoff_runs": "Byte runs that they came in",
+    "verified_cells": "Pieces of KV cache compared with prefill's by digest",
+    "expired_leases": "Grants that ended because nothing was heard of their holder",
+}
+_GAUGES = {
+    "open_grants": "Finished prefills whose blocks are kept for a peer, over all ranks",
+    "quarantined_blocks": "Blocks kept from everyone because a peer that vanished may still write to them",
+    "peers": "Peer ranks that this engine's ranks know",
+}
+
+
+@dataclass
+class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not installed where types are checked
+    """`data`: counters by name (since the last report), `now` (gauges by name), `transfer_s` (one a hand-off)."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Nothing has happened."""
+        self.data: dict[str, Any] = {"counts": {}, "now": {}, "transfer_s": []}
+
+    def aggregate(self, other: "KVConnectorStats") -> "FerryStats":
+        """Of two ranks, or of a rank and the scheduler."""
+        for part in ("counts", "now"):
+            for name, value in other.data[part].items():
+                self.data[part][name] = self.data[part].get(name, 0) + value
+        self.data["transfer_s"].extend(other.data["transfer_s"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's periodic log line."""
+        counts, times = self.data["counts"], self.data["transfer_s"]
+        mean_ms = round(1e3 * sum(times) / len(times), 3) if times else 0.0
+        return {
+            "landed": counts.get("handoffs_landed", 0),
+            "failed": counts.get("handoffs_failed", 0),
+            "MB": round(counts.get("handoff_bytes", 0) / 1e6, 3),
+            "mean transfer (ms)": mean_ms,
+        }
+
+    def is_empty(self) -> bool:
+        """Whether there is anything to tell."""
+        return not (self.data["counts"] or self.data["now"] or self.data["transfer_s"])
+
+
+def of_ended(landed: tuple[Landed, ...], failed: tuple[Failed, ...]) -> FerryStats | None:
+    """What the scheduler half learnt in one step; None: nothing."""
+    if not landed and not failed:
+        return None
+    counts = {
+        "handoffs_landed": len(landed),
+        "handoffs_failed": len(failed),
+        "handoff_bytes": sum(one.num_bytes for one in landed),
+        "handoff_runs": sum(one.num_runs for one in landed),
+        "verified_cells": sum(one.verified_cells for one in landed),
+    }
+    return FerryStats({"counts": counts, "now": {}, "transfer_s": [one.transfer_s for one in landed]})
+
+
+def of_worker(now: HandoffStats, before: HandoffStats) -> FerryStats | None:
+    """What one rank's numbers changed by; None: by nothing."""
+    if now == before:
+        return None
+    return FerryStats(
+        {
+            "counts": {"expired_leases": now.expired_leases - before.expired_leases},
+            "now": {name: getattr(now, name) for name in _GAUGES},
+            "transfer_s": [],
+        }
+    )
+
+
+class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
+    """The series."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"kvferry_{name}", documentation=text, labelnames=labelnames), labelvalues
+            )
+            for name, text in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: create_metric_per_engine(
+                self._gauge_cls(name=f"kvferry_{name}", documentation=text, labelnames=labelnames), labelvalues
+            )
+            for name, text in _GAUGES.items()
+        }
+        self._transfer = create_metric_per_engine(
+            self._histogram_cls(
+                name="kvferry_handoff_transfer_seconds",
+                documentation="First post (pull) or registration (push) to last byte",
+                buckets=_SECONDS,
+                labelnames=labelnames,
+            ),
+            labelvalues,
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """One step's numbers."""
+        for name, value in transfer_stats_data["counts"].items():
+            if value:
+                self._counters[name][engine_idx].inc(value)
+        for name, value in transfer_stats_data["now"].items():
+            self._gauges[name][engine_idx].set(value)
+        for value in transfer_stats_data["transfer_s"]:
+            self._transfer[engine_idx].observe(value)

@@ -1,0 +1,219 @@
+"""The worker half in vLLM's words: describes the cache, starts the driver, forwards orders and reports."""
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm import _custom_ops as ops
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+
+from kvferry.connector.worker import HandoffWorker, start_worker
+from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
+from kvferry.engines.vllm.names import canonical_names
+from kvferry.engines.vllm.options import Options
+from kvferry.engines.vllm.packing import HeadPacking, classify, measure
+from kvferry.engines.vllm.reading import RankView, group_forms, layer_kinds, layer_specs, layer_views
+from kvferry.engines.vllm.records import Orders, RankCard, Reports
+from kvferry.errors import ConfigError
+from kvferry.handoff.orders import Depart
+from kvferry.ids import EngineId, Incarnation
+from kvferry.layout.description import Rank
+from kvferry.stats import HandoffStats
+from kvferry.wire.layout_codec import encode_layout
+
+__all__ = ["VllmWorker"]
+
+logger = logging.getLogger(__name__)
+
+
+class VllmWorker:
+    """One a rank; on the thread that runs the model."""
+
+    def __init__(self, config: Any, kv_cache_config: Any, options: Options) -> None:
+        self._config = config
+        self._cache_config = kv_cache_config
+        self._options = options
+        self._engine = EngineId(str(config.kv_transfer_config.engine_id))
+        self._half: HandoffWorker | None = None
+        self._lost: deque[Depart] = deque()
+        self._packings: dict[tuple[str, str, int, int], HeadPacking] = {}
+        self.card: RankCard | None = None
+
+    def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
+        """Describe this rank's cache, register it, start the driver. Raises ConfigError for what cannot be served."""
+        config, cache_config = self._config, self._cache_config
+        names = canonical_names(layer_kinds(cache_config), int(config.model_config.hf_text_config.num_hidden_layers))
+        specs = layer_specs(cache_config)
+        kernel_tokens: list[int | None] = [None] * len(cache_config.transfer_groups)
+        for name, (group, _) in specs.items():
+            if name in caches and caches[name].ndim == 4:
+                kernel_tokens[group] = int(caches[name].shape[2])
+        forms = group_forms(cache_config, kernel_tokens)
+        view = _rank_view(config)
+        views = layer_views(cache_config, caches, names, view, self._packing_of)
+        layout = describe_cache(view.rank, forms, views)
+        storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
+        owners = [storages[region.address] for region in layout.regions]
+        incarnation = Incarnation(_agree(secrets.token_hex(8)))
+        self._half = start_worker(
+            layout,
+            owners,
+            engine=self._engine,
+            incarnation=incarnation,
+            settings=self._options.ferry,
+            num_ranks=view.rank.tp_size * view.rank.pp_size,
+            on_lost=lambda engine, incarnation, why: self._lost.append(Depart(engine, incarnation, why)),
+        )
+        self.card = RankCard(
+            index=view.rank.index,
+            incarnation=incarnation,
+            layout=encode_layout(layout),
+            transport=self._options.ferry.transfer.transport,
+            transport_metadata=self._half.transport_metadata,
+            kernel_tokens=tuple(kernel_tokens),
+            backends=_backends(config, [name for name in specs if name in caches]),
+            packings=tuple({tag for v in views if (tag := _packing_tag(v.form))}),
+            state_dtypes=tuple(
+                f"{'ssm' if piece.part == 'ssm' else 'conv'}={piece.encoding}"
+                for v in views
+                if isinstance(v.form, StateForm)
+                for piece in v.form.pieces
+            ),
+            layer_groups=tuple((v.layer, v.group) for v in views),
+        )
+        logger.info(
+            "kvferry worker ready engine=%s rank=%d layers=%d groups=%d regions=%d packings=%s",
+            self._engine,
+            view.rank.index,
+            len(views),
+            len(forms),
+            len(layout.regions),
+            self.card.packings or "none",
+        )
+
+    def start(self, orders: Orders) -> None:
+        """This step's orders: to the driver at once."""
+        if self._half is not None and orders.orders:
+            self._half.start_step(orders.orders)
+
+    def end(self) -> Reports | None:
+        """What has ended, if anything."""
+        if self._half is None:
+            return None
+        report = self._half.end_step()
+        lost = tuple(self._lost.popleft() for _ in range(len(self._lost)))
+        return Reports((report,) if report else (), lost) if report or lost else None
+
+    def stats(self) -> HandoffStats:
+        """Counters since the start."""
+        return HandoffStats() if self._half is None else self._half.stats()
+
+    def close(self) -> None:
+        """No thread, no registration remains."""
+        if self._half is not None:
+            self._half.close()
+
+    def _packing_of(self, name: str, spec: Any, tokens: int) -> HeadPacking | None:
+        """The CPU backend packs a head's block in the order of its kernels; elsewhere content is token by token."""
+        if self._config.device_config.device_type != "cpu":
+            return None
+        layer = self._config.compilation_config.static_forward_context.get(name)
+        isa, size = getattr(layer, "isa", None), int(spec.head_size)
+        if isa is None:
+            from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+            dtype = self._config.model_config.dtype
+            isa = _get_attn_isa(dtype, int(spec.block_size), size, self._config.cache_config.cache_dtype)
+        key = (str(isa), str(spec.dtype), tokens, size)
+        if key not in self._packings:
+            self._packings[key] = self._measured(str(isa), spec.dtype, tokens, size)
+        return self._packings[key]
+
+    def _measured(self, isa: str, dtype: torch.dtype, tokens: int, size: int) -> HeadPacking:
+        model_dtype = self._config.model_config.dtype
+        kv_dtype = str(self._config.cache_config.cache_dtype)
+
+        def write(keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+            block = torch.zeros((1, 1, 2 * tokens, size), dtype=dtype)
+            key_cache, value_cache = block.chunk(2, dim=2)
+            ops.cpu_attn_reshape_and_cache(
+                torch.from_numpy(keys).to(model_dtype)[:, None, :].contiguous(),
+                torch.from_numpy(values).to(model_dtype)[:, None, :].contiguous(),
+                key_cache,
+                value_cache,
+                torch.arange(tokens, dtype=torch.int64),
+                isa,
+                k_scale=1.0,
+                v_scale=1.0,
+                kv_cache_dtype=kv_dtype,
+            )
+            flat: npt.NDArray[np.float32] = block.reshape(-1).to(torch.float32).numpy()
+            return flat
+
+        try:
+            order = measure(write, tokens, size)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"the CPU backend's packing for isa={isa!r} dtype={dtype} block={tokens} head={size} cannot be "
+                f"measured: {error}. Use another --dtype or --kv-cache-dtype"
+            ) from error
+        return classify(order, tokens, size, label=f"cpu-{isa}-{str(dtype).removeprefix('torch.')}")
+
+
+def _packing_tag(form: AttentionForm | StateForm) -> str:
+    if not isinstance(form, AttentionForm):
+        return ""
+    return form.opaque or (form.packing.tag if form.packing is not None else "")
+
+
+def _agree(text: str) -> str:
+    """Rank 0's text, on every rank of the engine: the workers register their caches in step."""
+    group = get_world_group()
+    return text if group.world_size == 1 else str(group.broadcast_object(text, src=0))
+
+
+def _rank_view(config: Any) -> RankView:
+    model, parallel = config.model_config, config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(getattr(parallel, name, 1)) > 1:
+            raise ConfigError(
+                f"{name}={getattr(parallel, name)!r}: kvferry cannot hand over vLLM's context parallelism: set it to 1"
+            )
+    tp, pp = get_tp_group(), get_pp_group()
+    rank = Rank(
+        index=pp.rank_in_group * tp.world_size + tp.rank_in_group,
+        tp_rank=tp.rank_in_group,
+        tp_size=tp.world_size,
+        pp_rank=pp.rank_in_group,
+        pp_size=pp.world_size,
+    )
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    text = model.hf_text_config
+    groups = getattr(text, "n_groups", None) or getattr(text, "mamba_n_groups", None)
+    return RankView(
+        rank,
+        kv_dtype=str(config.cache_config.cache_dtype),
+        total_kv_heads=int(model.get_total_num_kv_heads()),
+        draft_kv_heads=None if draft is None else int(draft.get_total_num_kv_heads()),
+        mamba_groups=None if groups is None else int(groups),
+        channels_first=_channels_first(),
+    )
+
+
+def _channels_first() -> bool:
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())
+
+
+def _backends(config: Any, names: list[str]) -> tuple[str, ...]:
+    context = config.compilation_config.static_forward_context
+    found = {
+        context[name].get_attn_backend().get_name() for name in names if hasattr(context.get(name), "get_attn_backend")
+    }
+    return tuple(sorted(found)) or ("unknown",)
