@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
 from kvferry.engines.vllm.facts import backoff_tokens, describe
@@ -18,7 +19,6 @@ from kvferry.engines.vllm.reading import group_forms
 from kvferry.engines.vllm.records import RankCard
 from kvferry.engines.vllm.scheduling import Ended, VllmScheduler
 from kvferry.errors import ConfigError
-from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import make_fit
 from kvferry.handshake.handshake import LocalSide

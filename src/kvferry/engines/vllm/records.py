@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.handoff.orders import Depart, StepOrders, StepReport
+from kvferry.connector.base import Depart, StepOrders, StepReport
 
 __all__ = ["Orders", "RankCard", "Reports"]
 

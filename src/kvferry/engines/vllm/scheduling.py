@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.engines.vllm.groups import GroupForm, tables_of
 from kvferry.engines.vllm.params import VllmRequest, handoff_params
 from kvferry.errors import RequestError
-from kvferry.handoff.orders import Failed, Landed, StepOrders, StepReport
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.description import CacheKind
 from kvferry.settings import FailurePolicy, TransferMode

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.handoff.orders import Failed, Landed
+from kvferry.connector.base import Failed, Landed
 from kvferry.stats import HandoffStats
 
 __all__ = ["FerryMetrics", "FerryStats", "of_ended", "of_worker"]

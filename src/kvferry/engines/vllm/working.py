@@ -12,6 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
 
+from kvferry.connector.base import Depart
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
 from kvferry.engines.vllm.names import canonical_names
@@ -20,7 +21,6 @@ from kvferry.engines.vllm.packing import HeadPacking, classify, measure
 from kvferry.engines.vllm.reading import RankView, group_forms, layer_kinds, layer_specs, layer_views
 from kvferry.engines.vllm.records import Orders, RankCard, Reports
 from kvferry.errors import ConfigError
-from kvferry.handoff.orders import Depart
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import Rank
 from kvferry.stats import HandoffStats
