@@ -1,0 +1,48 @@
+"""What the engine tells the drafter on the last pipeline stage, and what comes back. Picklable, like a step.
+
+Order in one step: the network runs over the step's shares and the drafter absorbs their hidden states; the engine
+chooses tokens; then one DraftInput says what those tokens are, and the drafter brings its cache up to date and drafts.
+"""
+
+from dataclasses import dataclass
+
+from kvferry.layout.blocks import BlockTable
+
+__all__ = ["DraftInput", "DraftOutput", "DraftShare"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """One request after a step in which it had a share."""
+
+    key: str
+    """The request's id."""
+    first: int
+    """Position of tokens[0]; not behind the first token of the step's share less the number of modules."""
+    tokens: tuple[int, ...]
+    """All that is known from there on: prompt and chosen tokens, no drafts. Of a long prompt at least as many tokens
+    beyond the computed ones as the drafter has modules."""
+    num_computed: int
+    """Tokens [0, num_computed) have been computed by the target. Behind a verification: less than the share's stop."""
+    tables: tuple[BlockTable, ...]
+    num_drafts: int
+    """0: bring the cache up to date, and draft nothing. More only where num_computed is all but the last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftInput:
+    """One call of the drafter."""
+
+    shares: tuple[DraftShare, ...] = ()
+    forget: tuple[str, ...] = ()
+    """Requests that have ended, or start again."""
+
+    def __bool__(self) -> bool:
+        return bool(self.shares or self.forget)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """The drafts of each share of a DraftInput, in its order."""
+
+    drafts: tuple[tuple[int, ...], ...] = ()

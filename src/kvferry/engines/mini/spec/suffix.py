@@ -1,0 +1,117 @@
+"""Drafts from counted suffixes of this request's text and of earlier answers (SuffixDecoding, arXiv 2411.04975).
+
+Every run of up to `depth` tokens is a path in a tree whose nodes count how often the run occurred. The longest suffix
+of the text that is a path leads to a node; drafts go down from there along the child that was seen most often, as long
+as it was seen often enough, and no further than the match was long: a long match is worth more trust.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.ids import RequestId
+
+__all__ = ["SuffixDrafter"]
+
+
+@dataclass(slots=True)
+class _Node:
+    count: int = 0
+    children: "dict[int, _Node]" = field(default_factory=dict)
+
+
+class _Tree:
+    """Counts of all runs of up to `depth` tokens."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._root = _Node()
+        self._length = 0
+        self._open: list[_Node] = []
+        """Where the runs that end with the last token stand, the shortest first."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens behind those that are here already; `tokens` is the whole text."""
+        for token in tokens[self._length :]:
+            self._open = [self._down(node, token) for node in (self._root, *self._open[: self._depth - 1])]
+        self._length = max(self._length, len(tokens))
+
+    @staticmethod
+    def _down(node: _Node, token: int) -> _Node:
+        child = node.children.get(token)
+        if child is None:
+            child = node.children[token] = _Node()
+        child.count += 1
+        return child
+
+    def add(self, tokens: Sequence[int], sign: int) -> None:
+        """A whole text of its own (sign 1), or the same one taken back (-1)."""
+        for start in range(len(tokens)):
+            node = self._root
+            for token in tokens[start : start + self._depth]:
+                child = node.children.setdefault(token, _Node())
+                child.count += sign
+                if child.count <= 0:
+                    del node.children[token]  # whatever is below it was seen no more often
+                    break
+                node = child
+
+    def find(self, suffix: Sequence[int]) -> "_Node | None":
+        """The node of a run; None where nothing ever followed it."""
+        node = self._root
+        for token in suffix:
+            child = node.children.get(token)
+            if child is None:
+                return None
+            node = child
+        return node if node.children else None
+
+
+class SuffixDrafter:
+    """One tree for each request, and one of earlier answers, whichever matches longer. Satisfies TextDrafter."""
+
+    def __init__(self, *, depth: int, max_cached_tokens: int, max_factor: float, min_share: float) -> None:
+        self._depth = depth
+        self._max_cached_tokens = max_cached_tokens
+        self._max_factor = max_factor
+        self._min_share = min_share
+        self._own: dict[RequestId, _Tree] = {}
+        self._answers = _Tree(depth)
+        self._kept: deque[tuple[int, ...]] = deque()
+        self._num_kept_tokens = 0
+
+    def propose(self, request: RequestId, tokens: Sequence[int], count: int) -> list[int]:
+        """See TextDrafter."""
+        own = self._own.setdefault(request, _Tree(self._depth))
+        own.extend(tokens)
+        for length in range(min(self._depth - 1, len(tokens)), 0, -1):
+            suffix = tokens[-length:]
+            node = own.find(suffix) or self._answers.find(suffix)
+            if node is not None:
+                return self._follow(node, min(count, int(length * self._max_factor)))
+        return []
+
+    def _follow(self, node: _Node, count: int) -> list[int]:
+        drafts: list[int] = []
+        share = 1.0
+        while len(drafts) < count and node.children:
+            token, child = max(node.children.items(), key=lambda entry: entry[1].count)
+            share *= child.count / max(node.count, sum(each.count for each in node.children.values()))
+            if share < self._min_share:
+                break
+            drafts.append(token)
+            node = child
+        return drafts
+
+    def forget(self, request: RequestId, answer: Sequence[int]) -> None:
+        """See TextDrafter. The answer may serve other requests from now on."""
+        if self._own.pop(request, None) is None or not answer or not self._max_cached_tokens:
+            return
+        kept = tuple(answer[-self._max_cached_tokens :])
+        self._answers.add(kept, 1)
+        self._kept.append(kept)
+        self._num_kept_tokens += len(kept)
+        while self._num_kept_tokens > self._max_cached_tokens:
+            oldest = self._kept.popleft()
+            self._answers.add(oldest, -1)
+            self._num_kept_tokens -= len(oldest)

@@ -1,0 +1,86 @@
+"""Drafts from the text alone: n-grams and counted suffixes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.engines.mini.spec.ngram import NgramDrafter
+from kvferry.engines.mini.spec.suffix import SuffixDrafter
+from kvferry.ids import RequestId
+
+A, B = RequestId("a"), RequestId("b")
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def suffix_drafter(*, cached: int = 1000, factor: float = 2.0, share: float = 0.1) -> SuffixDrafter:
+    return SuffixDrafter(depth=8, max_cached_tokens=cached, max_factor=factor, min_share=share)
+
+
+def test_ngram_takes_what_followed_the_last_time() -> None:
+    drafter = NgramDrafter(shortest=2, longest=3)
+    assert drafter.propose(A, [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3], 3) == [7, 8, 1]
+    assert drafter.propose(B, [1, 2, 3], 3) == []
+
+
+def test_ngram_prefers_the_longest_run() -> None:
+    # 2, 3 came last with 5 behind it; 1, 2, 3 came with 4.
+    assert NgramDrafter(shortest=2, longest=3).propose(A, [1, 2, 3, 4, 0, 2, 3, 5, 0, 1, 2, 3], 1) == [4]
+
+
+def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    for size in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == tokens[-size:]:
+                return tokens[end : end + count]
+    return []
+
+
+@given(tokens=TEXTS, cut=st.integers(1, 60))
+def test_ngram_index_agrees_with_a_search(tokens: list[int], cut: int) -> None:
+    drafter = NgramDrafter(shortest=1, longest=4)
+    drafter.propose(A, tokens[:cut], 4)  # the index grows with the text
+    assert drafter.propose(A, tokens, 4) == by_search(tokens, 1, 4, 4)
+
+
+def test_suffix_follows_the_more_frequent_way() -> None:
+    text = [1, 2, 5, 1, 2, 6, 1, 2, 6, 1, 2]
+    assert suffix_drafter().propose(A, text, 1) == [6]
+
+
+def test_suffix_trusts_a_long_match_further() -> None:
+    text = [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
+    assert suffix_drafter(factor=1.0).propose(A, [7, 1, 2, 8, 7], 4) == [1]
+    assert suffix_drafter(factor=1.0).propose(A, text, 8) == [4, 5, 6, 7]
+
+
+def test_suffix_stops_where_the_share_is_small() -> None:
+    text = [1, 2, 1, 3, 1, 4, 1, 5, 1]
+    assert suffix_drafter(share=0.5).propose(A, text, 4) == []
+
+
+def test_suffix_remembers_answers_of_others_and_drops_the_oldest() -> None:
+    drafter = suffix_drafter(cached=6)
+    drafter.propose(A, [1, 2, 3, 4, 5], 2)
+    drafter.forget(A, [1, 2, 3, 4, 5])
+    assert drafter.propose(B, [9, 1, 2, 3], 2) == [4, 5]
+    drafter.forget(B, [6, 7, 6, 7])
+    assert drafter.propose(A, [9, 1, 2, 3], 2) == []  # six tokens at most: the first answer is gone
+
+
+@given(texts=st.lists(TEXTS, min_size=1, max_size=6))
+def test_suffix_counts_are_gone_with_their_texts(texts: list[list[int]]) -> None:
+    drafter = suffix_drafter(cached=60)
+    for text in texts:
+        drafter.propose(A, text, 1)
+        drafter.forget(A, text)
+    drafter._max_cached_tokens = 0
+    while drafter._kept:
+        drafter._answers.add(drafter._kept.popleft(), -1)
+    assert not drafter._answers._root.children
+
+
+@given(tokens=TEXTS)
+def test_drafts_are_tokens_of_the_text(tokens: list[int]) -> None:
+    for drafter in (suffix_drafter(), NgramDrafter(shortest=1, longest=4)):
+        drafts = drafter.propose(A, tokens, 5)
+        assert len(drafts) <= 5
+        assert set(drafts) <= set(tokens)
