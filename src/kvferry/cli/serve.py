@@ -9,7 +9,10 @@ from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.errors import ConfigError
 from kvferry.http.listen import Listener, announce, check_ready_file, serve_until_signal
+from kvferry.router.keys import read_keys
+from kvferry.router.workers import check_url
 from kvferry.settings import FerrySettings, Role
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-open-requests", type=int, default=1024, help="more at once get 503")
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S",
                         help="after SIGTERM, seconds for what is open to end (default: 30)")  # fmt: skip
+    parser.add_argument("--router", action="append", default=[], metavar="URL",
+                        help="register with this router; repeatable")  # fmt: skip
+    parser.add_argument("--advertise-url", metavar="URL",
+                        help="where routers reach this worker (default: its --host and port)")  # fmt: skip
+    parser.add_argument("--register-key-file", metavar="FILE", help="the key that those routers want, in a file")
     add_worker_flags(parser)
 
 
@@ -38,18 +46,37 @@ def run(args: argparse.Namespace) -> ExitCode:
     engine, ferry = engine_settings(args.model, args), ferry_settings(args)
     check_side_channel(ferry.side_channel)
     check_ready_file(args.ready_file)
+    register_key = _check_registration(args)
     listener = Listener(None, args.host, args.port)
     listener.bind()
     try:
-        return _serve(args, engine, ferry, listener)
+        return _serve(args, engine, ferry, listener, register_key)
     finally:
         listener.unbind()
 
 
-def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySettings, listener: Listener) -> ExitCode:
+def _check_registration(args: argparse.Namespace) -> str | None:
+    """The key for registering, if there is one. Raises ConfigError for what could not work."""
+    for url in (*args.router, *([args.advertise_url] if args.advertise_url else [])):
+        check_url(url)
+    if args.router and not args.advertise_url and args.host in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"--router with --host {args.host!r}: say where routers reach this worker, --advertise-url URL"
+        )
+    return read_keys(args.register_key_file)[0] if args.register_key_file else None
+
+
+def _serve(
+    args: argparse.Namespace,
+    engine: EngineSettings,
+    ferry: FerrySettings,
+    listener: Listener,
+    register_key: str | None,
+) -> ExitCode:
     # Imported late: a wrong flag or a port in use is told before torch is loaded.
     from kvferry.engines.mini.assembly import WorkerSettings, build_worker
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+    from kvferry.engines.mini.server.fleet import Registrar
 
     worker = build_worker(WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id))
     try:
@@ -67,8 +94,13 @@ def _serve(args: argparse.Namespace, engine: EngineSettings, ferry: FerrySetting
         async def main() -> None:
             await listener.start(server.app)
             logger.info("serving model=%s role=%s url=%s", model_name, args.role, listener.url)
+            registrar = Registrar(args.router, args.advertise_url or listener.url, args.role, register_key)
+            await registrar.start()
             announce(args.ready_file, url=listener.url, engine=worker.identity.engine, role=args.role)
-            await serve_until_signal(listener, server.draining)
+            try:
+                await serve_until_signal(listener, server.draining)
+            finally:
+                await registrar.stop()
 
         asyncio.run(main())
     finally:

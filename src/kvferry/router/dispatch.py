@@ -171,6 +171,8 @@ class Dispatch:
         why = {"x-kvferry-why": served["x-kvferry-why"]} if "x-kvferry-why" in served else {}
         stage = "prefill" if route == "prefill" else "decode"
         headers = self._headers(stage, request_id) | why
+        if self._reply.early is not None:
+            headers["x-kvferry-first-token"] = "sent"  # decode goes on from it, whatever becomes of the hand-off
         self._tell(f"{stage}.sent", worker=worker.name)
         began_s = time.monotonic()
         worker.breaker.began(began_s)

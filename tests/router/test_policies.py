@@ -1,0 +1,93 @@
+"""Who of several workers is chosen."""
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvferry.http.records import Limits, Load, Room, WorkerInfo
+from kvferry.router.policies import make_policy
+from kvferry.router.settings import PolicyName, RouterSettings
+from kvferry.router.worker import Worker
+from kvferry.settings import Role
+
+
+@dataclass
+class Wants:
+    num_tokens: int = 100
+    cached: dict[str, int] = field(default_factory=dict)
+
+    def num_cached(self, worker: Worker) -> int:
+        return self.cached.get(worker.url, 0)
+
+
+def workers(count: int = 3) -> list[Worker]:
+    return [Worker(f"http://w{i}", Role.DECODE, RouterSettings()) for i in range(count)]
+
+
+def an_info(**more: object) -> WorkerInfo:
+    return msgspec.structs.replace(WorkerInfo(engine="e", incarnation="i", role=Role.DECODE), **more)
+
+
+@pytest.mark.parametrize("name", list(PolicyName))
+def test_equal_workers_get_equal_shares(name: PolicyName) -> None:
+    policy, all_of_them = make_policy(name, random.Random(1)), workers()
+    counts = dict.fromkeys((w.url for w in all_of_them), 0)
+    for _ in range(300):
+        counts[policy.choose(all_of_them, Wants()).url] += 1
+    assert min(counts.values()) >= (60 if name is PolicyName.POWER_OF_TWO else 100)
+
+
+@pytest.mark.parametrize("name", [PolicyName.LEAST_LOADED, PolicyName.POWER_OF_TWO, PolicyName.PREFIX_AWARE])
+def test_a_loaded_worker_gets_less(name: PolicyName) -> None:
+    policy, all_of_them = make_policy(name, random.Random(1)), workers(2)
+    all_of_them[0].num_open = 50
+    chosen = [policy.choose(all_of_them, Wants()).url for _ in range(20)]
+    assert set(chosen) == {"http://w1"}
+
+
+def test_round_robin_does_not_look_at_load() -> None:
+    policy, all_of_them = make_policy(PolicyName.ROUND_ROBIN), workers(2)
+    all_of_them[0].num_open = 50
+    assert len({policy.choose(all_of_them, Wants()).url for _ in range(2)}) == 2
+
+
+def test_load_has_what_others_sent_there() -> None:
+    [worker] = workers(1)
+    worker.num_open = 2
+    worker.reported(1.0)
+    worker.info = an_info(load=Load(open_requests=7))
+    assert worker.load == 7
+    worker.num_open = 0  # ours have ended; the 5 of others are still there as far as we know
+    assert worker.load == 5
+
+
+def test_a_cached_prefix_attracts_until_the_queue_costs_more() -> None:
+    policy, all_of_them = make_policy(PolicyName.PREFIX_AWARE), workers()
+    wants = Wants(1000, {"http://w1": 900})
+    for _ in range(50):
+        assert policy.choose(all_of_them, wants).url == "http://w1"
+    all_of_them[1].num_open = 3  # three prompts of about a thousand tokens wait there
+    assert policy.choose(all_of_them, wants).url != "http://w1"
+
+
+def test_room_is_what_is_free_less_what_is_promised_until_the_report_has_it() -> None:
+    [worker] = workers(1)
+    assert worker.has_room(10**9)  # it does not say
+    worker.info = an_info(limits=Limits(block_tokens=16, blocks=100), room=Room(free_blocks=10))
+    worker.reported(5.0)
+    with worker.promised(100) as promise:
+        assert promise.num_blocks == 7
+        assert worker.free_blocks == 3
+        assert not worker.has_room(100)
+        promise.began_s = 6.0
+        worker.reported(5.5)  # it was asked before
+        assert worker.free_blocks == 3
+        worker.reported(6.5)
+        assert worker.free_blocks == 10
+    assert worker.free_blocks == 10
+    with worker.promised(100):
+        pass
+    assert worker.free_blocks == 10
+    assert worker.blocks_for(10**6) == 100  # what cannot fit at all is for the worker to refuse
