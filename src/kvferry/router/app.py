@@ -25,6 +25,9 @@ from kvferry.router.prefix import Prefixes
 from kvferry.router.releases import Releases
 from kvferry.router.settings import RouterSettings
 from kvferry.router.shared import Dispatcher
+from kvferry.router.timeline import Timelines
+from kvferry.router.timeline_collect import Collector
+from kvferry.router.ui.handlers import Dashboard
 from kvferry.router.upstream import Upstream
 from kvferry.router.view import fleet_view, health_of
 from kvferry.router.workers import Fleet, check_url
@@ -94,6 +97,9 @@ class Router:
         if files.api_keys:
             middlewares.append(key_middleware(read_keys(files.api_keys)))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
+        self.timelines = Timelines()
+        self.collector = Collector()
+        self.observers.add(self.timelines)
         self.app.on_startup.append(self._on_startup)
         self.app.on_cleanup.append(self._on_cleanup)
         self.app.add_routes(
@@ -107,6 +113,7 @@ class Router:
                 web.post("/v1/kvferry/register", self._register),
             ]
         )
+        Dashboard(self.shared, self.timelines, self.collector).attach(self.app)
 
     async def _on_startup(self, _: web.Application) -> None:
         await self._upstream.start()

@@ -9,12 +9,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvferry.errors import ConfigError
 from kvferry.http.errors import ApiError
+from kvferry.router.ui import PAGE_PATHS
 
 __all__ = ["bearer_of", "fits", "key_middleware", "read_keys"]
 
 _MIN_CHARS = 8
-_OPEN = frozenset({"/health", "/v1/kvferry/register"})
-"""Asked by those that have no client's key. Registration has its own."""
+_OPEN = frozenset({"/health", "/v1/kvferry/register"}) | PAGE_PATHS
+"""Asked by those that have no client's key. Registration has its own; the page at /ui sends one with what it asks."""
 
 
 def read_keys(path: str) -> tuple[str, ...]:

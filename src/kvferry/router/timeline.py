@@ -5,21 +5,18 @@
 Nothing of it does I/O: see collect.py.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.http.stages import StageReport
 from kvferry.router.observe import Field
 
-__all__ = ["Event", "Pair", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
+__all__ = ["Event", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
 
 MAX_KEPT = 512
 _MAX_EVENTS = 64
 """A dispatch with more attempts than that has its later events cut: it is bounded like everything else."""
-_WINDOW = 256
-"""So many of the latest requests tell how the fleet serves now."""
-_MAX_PAIRS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +63,6 @@ class Timeline:
         return "+".join(waits) or "choosing"
 
 
-@dataclass(slots=True)
-class Pair:
-    """Traffic between a prefill and a decode engine since the start."""
-
-    requests: int = 0
-    failures: int = 0
-    handed_over_tokens: int = 0
-    recomputed_tokens: int = 0
-    last_failure: str = ""
-
-
 class Timelines:
     """Observer. Costs a request a few microseconds; bounded in memory."""
 
@@ -84,14 +70,10 @@ class Timelines:
         self.open: dict[int, Timeline] = {}
         self.ended: OrderedDict[int, Timeline] = OrderedDict()
         """The latest last."""
-        self.pairs: dict[tuple[str, str], Pair] = {}
-        """By the ids of prefill and decode."""
-        self.routes: deque[tuple[float, str, str]] = deque(maxlen=_WINDOW)
-        """(when, route, why) of the latest requests that were served."""
         self.num_ended = 0
         self._max_kept = max_kept
 
-    def worker_headers(self, _dispatch: int, _stage: str) -> Mapping[str, str]:
+    def worker_headers(self, dispatch: int, stage: str) -> Mapping[str, str]:
         """None."""
         return {}
 
@@ -106,10 +88,13 @@ class Timelines:
             line = self.open[dispatch] = Timeline(dispatch, at_s)
         if len(line.events) < _MAX_EVENTS or name == "ended":
             line.events.append(Event(name, at_s, fields))
-        if name == "failed":
-            self._on_failed(line, fields)
-        elif name == "ended":
-            self._on_ended(line, at_s, fields)
+        if name == "ended":
+            line.ended_s = at_s
+            self.num_ended += 1
+            del self.open[dispatch]
+            self.ended[dispatch] = line
+            if len(self.ended) > self._max_kept:
+                self.ended.popitem(last=False)
 
     def find(self, request_id: str) -> Timeline | None:
         """The latest with this id, open or ended."""
@@ -118,47 +103,6 @@ class Timelines:
                 if line.events and line.events[0].fields.get("request_id") == request_id:
                     return line
         return None
-
-    def alone_share(self) -> float:
-        """How much of the latest requests decode served alone, without that being chosen: 0 to 1."""
-        shares = Counter(route for _, route, _ in self.routes)
-        return shares["alone"] / len(self.routes) if self.routes else 0.0
-
-    def _pair(self, prefill: str, decode: str) -> Pair:
-        key = (prefill, decode)
-        if key not in self.pairs and len(self.pairs) >= _MAX_PAIRS:
-            return Pair()  # not kept: engine ids change with each restart, and nobody looks at so many
-        return self.pairs.setdefault(key, Pair())
-
-    def _on_failed(self, line: Timeline, fields: Mapping[str, Field]) -> None:
-        prefill, decode = line.text("prefill"), line.text("decode")
-        if prefill and decode:
-            pair = self._pair(prefill, decode)
-            pair.failures += 1
-            pair.last_failure = str(fields.get("cause") or "")
-
-    def _on_ended(self, line: Timeline, at_s: float, fields: Mapping[str, Field]) -> None:
-        line.ended_s = at_s
-        self.num_ended += 1
-        self.open.pop(line.number, None)
-        self.ended[line.number] = line
-        if len(self.ended) > self._max_kept:
-            self.ended.popitem(last=False)
-        route = str(fields.get("route") or "")
-        if route:
-            self.routes.append((at_s, route, str(fields.get("why") or "")))
-        prefill, decode = str(fields.get("prefill") or ""), str(fields.get("decode") or "")
-        if prefill and decode:
-            pair = self._pair(prefill, decode)
-            pair.requests += 1
-            pair.handed_over_tokens += _number(fields.get("handed_over"))
-            pair.recomputed_tokens += _number(fields.get("recomputed"))
-
-
-def _number(value: Field) -> int:
-    if isinstance(value, str):
-        return int(value) if value.isascii() and value.isdigit() and len(value) < 12 else 0
-    return int(value or 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,129 @@
+"""HTTP of the dashboard: a page, its two files, and what they ask for.
+
+The page and its files are the same for everybody. What they ask for (/ui/state, /ui/events, /ui/request) is behind the
+router's keys like everything else; the page asks its user for one. Nothing is loaded from anywhere else, and the
+browser is told not to (Content-Security-Policy).
+"""
+
+import asyncio
+import time
+from importlib import resources
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvferry.http.errors import ApiError
+from kvferry.router.shared import Dispatcher
+from kvferry.router.timeline import Timelines
+from kvferry.router.timeline_collect import Collector
+from kvferry.router.ui.state import fleet_state, request_state
+from kvferry.router.view import fleet_view
+
+__all__ = ["Dashboard"]
+
+_FILES = {
+    "/ui": ("index.html", "text/html"),
+    "/ui/app.js": ("app.js", "text/javascript"),
+    "/ui/style.css": ("style.css", "text/css"),
+}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_EVERY_S = 1.0
+_TOTALS_EVERY_S = 2.0
+_MAX_WATCHERS = 32
+
+
+class Dashboard:
+    """One a router. Costs nothing while nobody looks."""
+
+    def __init__(self, shared: Dispatcher, timelines: Timelines, collector: Collector) -> None:
+        self._shared = shared
+        self._timelines = timelines
+        self._collector = collector
+        self._num_watchers = 0
+        self._state: tuple[float, bytes] = (float("-inf"), b"")
+        self._asked_s = float("-inf")
+        self._asking: asyncio.Task[None] | None = None
+
+    def attach(self, app: web.Application) -> None:
+        """Add the routes, before the application starts."""
+        for path in _FILES:
+            app.router.add_get(path, self._file)
+        app.router.add_get("/ui/state", self._get_state)
+        app.router.add_get("/ui/events", self._events)
+        app.router.add_get("/ui/request", self._request)
+        app.on_shutdown.append(self._on_shutdown)
+
+    async def _on_shutdown(self, _: web.Application) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name, kind = _FILES[request.path]
+        body = resources.files("kvferry.router.ui").joinpath("assets", name).read_bytes()
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    async def _get_state(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._now(), content_type="application/json", headers=_HEADERS)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Server-sent events: the whole state, once a second, until the client hangs up or the router ends."""
+        if self._num_watchers >= _MAX_WATCHERS:
+            raise ApiError(
+                503, f"{self._num_watchers} dashboards are open and at most {_MAX_WATCHERS} are served: close one",
+                code="too_many_dashboards", retry_after_s=10,
+            )  # fmt: skip
+        headers = {**_HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
+        self._num_watchers += 1
+        try:
+            await response.prepare(request)
+            while True:
+                await response.write(b"data: " + self._now() + b"\n\n")
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            self._num_watchers -= 1
+
+    async def _request(self, request: web.Request) -> web.Response:
+        """One request's time line: `?number=` (unique), or `?id=` (the latest with this X-Request-Id)."""
+        number, request_id = request.query.get("number", ""), request.query.get("id", "")
+        if number.isascii() and number.isdigit() and len(number) < 16:
+            line = self._timelines.open.get(int(number)) or self._timelines.ended.get(int(number))
+        else:
+            line = self._timelines.find(request_id)
+        if line is None:
+            raise ApiError(
+                404, f"no request {number or request_id!r} is remembered: the open ones are, and the latest",
+                code="request_not_found",
+            )  # fmt: skip
+        workers = self._shared.fleet.workers
+        parts = await self._collector.parts_of(self._shared.upstream.session, workers, line)
+        body = msgspec.json.encode(request_state(line, parts, time.monotonic()))
+        return web.Response(body=body, content_type="application/json", headers=_HEADERS)
+
+    def _now(self) -> bytes:
+        """The state, made at most twice a second, however many look."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= _TOTALS_EVERY_S and (self._asking is None or self._asking.done()):
+            self._asked_s = now_s
+            self._asking = asyncio.create_task(self._ask_totals())
+        if now_s - self._state[0] >= _EVERY_S / 2:
+            view: dict[str, Any] = fleet_view(self._shared, now_s)
+            self._state = (
+                now_s, msgspec.json.encode(fleet_state(view, self._timelines, self._collector.totals, now_s)),
+            )  # fmt: skip
+        return self._state[1]
+
+    async def _ask_totals(self) -> None:
+        session = self._shared.upstream.session
+        decode = [worker for worker in self._shared.fleet.decode if worker.down is None]
+        await asyncio.gather(*(self._collector.ask(session, worker, ()) for worker in decode))
