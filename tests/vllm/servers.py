@@ -106,10 +106,13 @@ class Pair:
 class Lab:
     """Models, and at most one pair of servers at a time. A context: leaving it ends them."""
 
-    def __init__(self, connector: str, python: str | None = None, *, stock: bool = False) -> None:
-        """`stock`: the built-in connector as it is, with the three stalls of a small machine."""
+    def __init__(
+        self, connector: str, python: str | None = None, *, stock: bool = False, policy: str | None = None
+    ) -> None:
+        """`policy` is vLLM's kv_load_failure_policy. `stock`: the built-in connector as it is, with the three stalls of a small machine."""
         self.connector = connector
         self.dice = random.Random(20)
+        self._policy = policy
         self._python = python or default_python()
         self._scratch = Path(tempfile.mkdtemp(prefix="kvferry-lab-"))
         self._models: dict[str, Path] = {}
@@ -140,7 +143,8 @@ class Lab:
         extra = {**short_times(self.connector), **changes.pop("extra", {})}
         name = f"{role[0]}{len(self._models)}-{self.dice.randrange(1 << 30):x}"
         return VllmSpec(name=name, python=self._python, model=self.model(kind), connector=self.connector, role=role,
-                        mode=mode, extra=extra, env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
+                        mode=mode, policy=self._policy, extra=extra,
+                         env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
 
     def pair(self, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
         """The pair with these changes: the one that runs, if it is the same and well. FerryError: it did not start."""
@@ -171,6 +175,10 @@ class Lab:
             for one in self._pair.both:
                 one.stop(grace_s=0)
         self._pair = self._key = None
+
+    def forget_pair(self) -> None:
+        """This case may have done harm that lasts: the next one gets a pair of its own."""
+        self._key = None
 
     def restart(self, server: VllmServer) -> VllmServer:
         """A server with the same name and ports as one that was killed."""

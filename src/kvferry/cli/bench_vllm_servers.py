@@ -30,7 +30,7 @@ __all__ = ["CONNECTORS", "SERVED_AS", "VllmServer", "VllmSpec", "base_environmen
 CONNECTORS = ("none", "builtin", "kvferry")
 SERVED_AS = "m"
 """The model's name in requests."""
-KVFERRY_CLASS, KVFERRY_MODULE = "KvferryConnector", "kvferry.engines.vllm.connector"
+KVFERRY_CLASS, KVFERRY_MODULE = "KVFerryConnector", "kvferry.engines.vllm.connector"
 _BUILTIN = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 _POLL_S = 0.1
@@ -56,6 +56,7 @@ class VllmSpec:
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    policy: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> "VllmSpec":
@@ -95,8 +96,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def kv_transfer_config(spec: VllmSpec) -> dict[str, Any] | None:
-    """The value of --kv-transfer-config; None where no connector is asked for."""
+def kv_transfer_config(spec: VllmSpec, side_port: int = 0) -> dict[str, Any] | None:
+    """The value of --kv-transfer-config; None where there is no connector. The port is for kvferry's side channel."""
     if spec.connector not in CONNECTORS:
         raise ConfigError(f"connector {spec.connector!r} is none of {CONNECTORS}. Name one of them")
     if spec.connector == "none":
@@ -107,12 +108,14 @@ def kv_transfer_config(spec: VllmSpec) -> dict[str, Any] | None:
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": dict(spec.extra),
     }
+    if spec.policy is not None:
+        config["kv_load_failure_policy"] = spec.policy
     if spec.connector == "builtin":
         config["kv_connector"] = _BUILTIN[spec.mode]
     else:
         config["kv_connector"] = KVFERRY_CLASS
         config["kv_connector_module_path"] = KVFERRY_MODULE
-        config["kv_connector_extra_config"] = {"transfer_mode": spec.mode, **spec.extra}
+        config["kv_connector_extra_config"] = {"mode": spec.mode, "side_channel.port": side_port, **spec.extra}
     return config | dict(spec.config)
 
 
@@ -147,7 +150,7 @@ class VllmServer:
         argv += ["--tensor-parallel-size", str(spec.tp), "--pipeline-parallel-size", str(spec.pp)]
         if spec.block_tokens is not None:
             argv += ["--block-size", str(spec.block_tokens)]
-        config = kv_transfer_config(spec)
+        config = kv_transfer_config(spec, self.side_port)
         if config is not None:
             argv += ["--kv-transfer-config", json.dumps(config)]
         return [*argv, *spec.flags]
