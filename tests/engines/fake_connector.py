@@ -7,6 +7,7 @@ from kvferry.connector.base import Failed, Landed, Match, Outcome, RequestView, 
 from kvferry.engines.mini.cache import KVCache
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.description import CacheKind
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
@@ -134,9 +135,16 @@ def copy_tokens(
     source: KVCache, source_tables: Sequence[BlockTable], target: KVCache, target_tables: Sequence[BlockTable],
     start: int, stop: int,
 ) -> None:  # fmt: skip
-    """What a transport does, token by token."""
-    for token in range(start, stop):
-        at, to = token // source.block_tokens, token // target.block_tokens
-        target.data[target_tables[0].block_ids[to], :, :, :, token % target.block_tokens] = source.data[
-            source_tables[0].block_ids[at], :, :, :, token % source.block_tokens
-        ]
+    """What a transport does, token by token: of a window what both tables have, of a state the one after `stop`."""
+    for (layer, name), (part, group, _) in source.placement.parts.items():
+        near, far = source.view(layer, name), target.view(layer, name)
+        here, there = source_tables[group], target_tables[group]
+        if source.groups[group].kind is CacheKind.STATE:
+            assert here.first_token == there.first_token == stop, "states of different tokens"
+            far[there.block_ids[0]] = near[here.block_ids[0]]
+            continue
+        for token in range(max(start, here.first_token, there.first_token), stop):
+            at, to = (token - here.first_token), (token - there.first_token)
+            far[there.block_ids[to // target.block_tokens]].select(part.token_at, to % target.block_tokens).copy_(
+                near[here.block_ids[at // source.block_tokens]].select(part.token_at, at % source.block_tokens)
+            )

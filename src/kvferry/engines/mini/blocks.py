@@ -1,6 +1,7 @@
 """Who has which cache block: reference counts, prefix caching, blocks lent to the connector. Numbers only, no memory.
 
-A block is in exactly one of these states; `check` proves it:
+Blocks of all cache groups come from here: a block is a page, and belongs to one group as long as somebody refers to it
+or its content is known (see groups.py). It is in exactly one of these states; `check` proves it:
 
 * used     one or more requests, or transfers that hold it, refer to it
 * cached   nobody refers to it, but its content is known by hash and may be used again; the oldest goes first
@@ -54,8 +55,9 @@ class BlockManager:
         self._clean[0] = False
         self._num_clean = num_blocks - 1
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._by_hash: dict[BlockHash, int] = {}
-        self._hash_of: dict[int, BlockHash] = {}
+        self._by_hash: dict[tuple[int, BlockHash], int] = {}
+        """By cache group and hash."""
+        self._hash_of: dict[int, tuple[int, BlockHash]] = {}
         self._held: dict[TransferId, list[int]] = {}
 
     @property
@@ -69,19 +71,32 @@ class BlockManager:
         return self._num_clean + len(self._cached)
 
     @property
+    def num_clean(self) -> int:
+        """Free ones that nothing is lost with."""
+        return self._num_clean
+
+    @property
     def num_held(self) -> int:
         """References that transfers hold, of requests that are gone or have given up on them."""
         return sum(len(blocks) for blocks in self._held.values())
 
-    def find(self, hashes: Sequence[BlockHash]) -> list[int]:
+    def find(self, hashes: Sequence[BlockHash], group: int = 0) -> list[int]:
         """The longest chain of known blocks. Does not take them."""
         found = []
         for key in hashes:
-            block = self._by_hash.get(key)
+            block = self._by_hash.get((group, key))
             if block is None:
                 break
             found.append(block)
         return found
+
+    def lookup(self, key: BlockHash, group: int) -> int | None:
+        """One known block. Does not take it."""
+        return self._by_hash.get((group, key))
+
+    def known_hashes(self, group: int = 0) -> list[BlockHash]:
+        """Of every block whose content may be used again; for routers that choose by prefix."""
+        return [key for one, key in self._by_hash if one == group]
 
     def fits(self, known: Sequence[int], num_fresh: int) -> bool:
         """Whether `take(known)` and then `allocate(num_fresh)` will succeed."""
@@ -131,11 +146,24 @@ class BlockManager:
         self._num_clean -= len(run)
         blocks.extend(run)
 
-    def remember(self, block: int, key: BlockHash) -> None:
+    def remember(self, block: int, key: BlockHash, group: int = 0) -> None:
         """This block's content is computed and whole: later requests may use it."""
-        if self._prefix_caching and key not in self._by_hash and block not in self._hash_of:
-            self._by_hash[key] = block
-            self._hash_of[block] = key
+        if self._prefix_caching and (group, key) not in self._by_hash and block not in self._hash_of:
+            self._by_hash[group, key] = block
+            self._hash_of[block] = (group, key)
+
+    def forget(self, key: BlockHash, group: int) -> None:
+        """A known block is worth nothing any more; if nobody refers to it, it is clean again."""
+        block = self._by_hash.get((group, key))
+        if block is not None and block in self._cached:
+            self._forget(block)
+
+    def forget_all(self) -> None:
+        """The memory was lost: nothing that is in it may be used again. Who refers to what stays."""
+        for block in list(self._cached):
+            self._forget(block)
+        self._by_hash.clear()
+        self._hash_of.clear()
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Give back one reference to each. Last blocks first, so that a chain loses its end before its beginning."""

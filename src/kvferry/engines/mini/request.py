@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, its blocks, how far it is, and where its prompt's KV came from."""
 
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.engines.mini.answer import Answer
@@ -12,7 +13,7 @@ from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["Request", "State"]
+__all__ = ["GroupBlocks", "Request", "State"]
 
 
 class State(Enum):
@@ -22,6 +23,24 @@ class State(Enum):
     WAITING_FOR_KV = "waiting_for_kv"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class GroupBlocks:
+    """One request's blocks in one cache group: block `first + i` of its tokens is `ids[i]`."""
+
+    first: int = 0
+    """WINDOW: the blocks before it are not there (any more)."""
+    ids: list[int] = field(default_factory=list)
+    state: bool = False
+    """One block, which holds the state after all tokens that are computed."""
+    whole_from: int = 0
+    """Blocks before this one may lack tokens that no window at the end of a hand-off needs: not for other requests."""
+
+    @property
+    def end(self) -> int:
+        """The first block that is not there yet."""
+        return self.first + len(self.ids)
 
 
 class Request:
@@ -38,10 +57,22 @@ class Request:
         """Prompt and answer."""
         self.num_computed = 0
         """Tokens whose KV is in our blocks, from the first."""
-        self.block_ids: list[int] = []
+        self.blocks: list[GroupBlocks] = []
+        """One a cache group; none while the request has no blocks."""
+        self.block_tokens = 0
+        self.state_tokens = 0
+        """The states in our blocks are the ones after so many tokens; -1: they are not known."""
         self.hashes: list[BlockHash] = []
         self.num_remembered = 0
-        """Blocks whose content was given to the prefix cache."""
+        """Blocks whose content was given to the prefix cache, from the first."""
+        self.answer_snapshot: BlockHash | None = None
+        """Up to where a snapshot of the states was taken while the answer grew."""
+        self.num_left = 0
+        """Prefill: so many tokens at the end of the prompt are decode's to compute. Set once (R33)."""
+        self.brought = 0
+        """Decode: the other engine brings the tokens before this one."""
+        self.in_flight = False
+        """A step that computes it is on its way: it is not planned, and not preempted."""
         self.num_preemptions = 0
         self.handoff_over = False
         """Decode: the other engine's KV has landed, failed, or will not come: not to be asked for again."""
@@ -84,9 +115,19 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
+    def goal(self) -> int:
+        """Tokens to compute before the next one can be chosen, or before another engine goes on."""
+        return len(self.tokens) - self.num_left
+
+    @property
     def num_missing(self) -> int:
-        """Tokens to compute before the next one can be chosen; 1 while decoding."""
-        return len(self.tokens) - self.num_computed
+        """Those that are still to be computed; 1 while decoding."""
+        return self.goal - self.num_computed
+
+    @property
+    def block_ids(self) -> list[int]:
+        """All its blocks, group by group."""
+        return [block for held in self.blocks for block in held.ids]
 
     @property
     def from_remote(self) -> bool:
@@ -100,8 +141,19 @@ class Request:
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
-        """A copy of the block table, from position 0: one cache group."""
-        return (BlockTable(group=0, first_token=0, block_ids=tuple(self.block_ids)),)
+        """A copy of the block tables, one a cache group; states as they are now."""
+        return self.tables_at(self.num_computed)
+
+    def tables_at(self, num_tokens: int) -> tuple[BlockTable, ...]:
+        """The same; states are, or will be, those after `num_tokens`."""
+        return tuple(
+            BlockTable(group, num_tokens if held.state else held.first * self.block_tokens, tuple(held.ids))
+            for group, held in enumerate(self.blocks)
+        )
+
+    def computed(self, stop: int) -> None:
+        """The tokens before `stop` are computed here, and the states are those after them."""
+        self.num_computed = self.state_tokens = stop
 
     @property
     def account(self) -> PromptAccount:

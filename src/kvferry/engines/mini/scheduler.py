@@ -1,5 +1,7 @@
 """Which requests run in the next step, and with which blocks. Decides; computes nothing.
 
+What a request's blocks are, group by group, is in groups.py.
+
 Life of a request:
 
 1. WAITING         in the queue, oldest first, with no blocks. `admit` moves it on when its whole prompt has blocks.
@@ -13,12 +15,16 @@ Decoding requests come first in a step, then pieces of prompts, oldest first, un
 """
 
 import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import Match, SchedulerHalf
+from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
 from kvferry.engines.mini.blocks import BlockManager, chain_hashes
+from kvferry.engines.mini.groups import Changes, Groups, Known
 from kvferry.engines.mini.request import Request, State
 from kvferry.ids import RequestId, TransferId
+from kvferry.layout.description import CacheGroup
 
 __all__ = ["Scheduler", "Share", "StepPlan"]
 
@@ -37,11 +43,6 @@ class Share:
         return self.request.tokens[self.start : self.stop]
 
     @property
-    def block_ids(self) -> list[int]:
-        """Blocks of the request from its first token on."""
-        return self.request.block_ids
-
-    @property
     def wants_logits(self) -> bool:
         """Whether the next token can be chosen after it."""
         return self.stop == len(self.request.tokens)
@@ -53,10 +54,12 @@ class StepPlan:
 
     shares: list[Share] = field(default_factory=list)
     """Decoding requests, a token each, then pieces of prompts."""
-    fresh_blocks: list[int] = field(default_factory=list)
-    """To be cleared before anybody writes to them."""
+    changes: Changes = field(default_factory=Changes)
+    """What has to be done to blocks before."""
     adopted: list[Request] = field(default_factory=list)
     """Their whole prompt was in our prefix cache and the other engine chose the first token: nothing to compute."""
+    complete: list[Request] = field(default_factory=list)
+    """Prefill: all that another engine wants of these is there, without computing anything."""
     refused: list[tuple[Request, str]] = field(default_factory=list)
     """The connector ended these, with a message for the client."""
 
@@ -67,14 +70,27 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockManager,
+        specs: Sequence[CacheGroup],
         *,
         block_tokens: int,
         max_batch_tokens: int,
         max_running: int,
         prefix_caching: bool,
+        lookahead: int = 0,
+        handoff_tokens: Callable[[int], int] | None = None,
         connector: SchedulerHalf | None = None,
     ) -> None:
+        """`specs`: the cache groups of the whole model. `lookahead`: connector.lookahead's
+        num_prefill_lookahead_tokens. `handoff_tokens`: how many tokens of a prompt prefill hands over; None: all."""
         self.blocks = blocks
+        self.groups = Groups(
+            specs,
+            blocks,
+            block_tokens=block_tokens,
+            chunk_tokens=max_batch_tokens,
+            prefix_caching=prefix_caching,
+            extra_window_tokens=extra_window_tokens(lookahead),
+        )
         self.block_tokens = block_tokens
         self.waiting: list[Request] = []
         self.waiting_for_kv: dict[RequestId, Request] = {}
@@ -83,7 +99,16 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching
+        self._lookahead = lookahead
+        self._handoff_tokens = handoff_tokens or (lambda num_tokens: num_tokens)
         self._connector = connector
+
+    def enter(self, request: Request) -> None:
+        """A new request. How much of its prompt is left to decode is settled here, once (R33)."""
+        if request.for_remote and self._connector is not None:
+            num_prompt = request.num_prompt_tokens
+            request.num_left = num_prompt - self._handoff_tokens(num_prompt)
+        self.enqueue(request)
 
     def enqueue(self, request: Request) -> None:
         """A new request, or one that has to start again: by its arrival."""
@@ -104,38 +129,55 @@ class Scheduler:
         elif request.state is State.RUNNING:
             self.running.remove(request)
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step."""
+    def schedule(self, max_shares: int | None = None) -> StepPlan:
+        """Plan the next step; of the running requests at most `max_shares` take part, those in flight never."""
         plan = StepPlan()
         budget = self._max_batch_tokens
         preempted = self.num_preemptions
         for decoding in (True, False):
-            for request in [r for r in self.running if (r.num_missing == 1) is decoding]:
+            for request in [r for r in self.running if not r.in_flight and (r.num_missing == 1) is decoding]:
+                if max_shares is not None and len(plan.shares) >= max_shares:
+                    break
                 count = min(request.num_missing, budget)
-                if count and request.state is State.RUNNING and self._grow(request, count, plan):
-                    plan.shares.append(Share(request, request.num_computed, request.num_computed + count))
-                    budget -= count
+                if count and request.state is State.RUNNING:
+                    stop = self._cut(request, request.num_computed + count)
+                    if self._grow(request, stop, plan):
+                        self._add_share(plan, request, stop)
+                        budget -= stop - request.num_computed
         # A request preempted after its turn must not run; nor is there room for new ones then.
         plan.shares = [share for share in plan.shares if share.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
             self._admit(plan, budget)
         plan.shares.sort(key=lambda share: share.stop - share.start > 1)
+        self.groups.settle(plan.changes)
         return plan
 
-    def _grow(self, request: Request, count: int, plan: StepPlan) -> bool:
-        """Blocks for `count` more tokens, if need be from newer requests. False: the request had to go itself."""
-        missing = self._num_blocks(request.num_computed + count) - len(request.block_ids)
-        while missing > 0 and not self.blocks.fits((), missing):
-            victim = next((r for r in reversed(self.running) if not r.handoff_open), None)
+    def _add_share(self, plan: StepPlan, request: Request, stop: int) -> None:
+        self.groups.snapshot(request, plan.changes)
+        plan.shares.append(Share(request, request.num_computed, stop))
+
+    def _cut(self, request: Request, stop: int) -> int:
+        """A prompt is cut where a snapshot of its states serves others: at the end of its last whole block, and of a
+        block wherever it is cut anyway."""
+        if not (self.groups.has_state and self._prefix_caching) or request.num_missing <= 1:
+            return stop
+        last = (request.goal - (0 if request.num_left else 1)) // self.block_tokens * self.block_tokens
+        if request.num_computed < last < stop:
+            return last
+        whole = stop // self.block_tokens * self.block_tokens
+        return whole if request.num_computed < whole and stop < request.goal else stop
+
+    def _grow(self, request: Request, stop: int, plan: StepPlan) -> bool:
+        """Blocks for the tokens before `stop`, if need be from newer requests. False: the request had to go itself."""
+        missing = self.groups.trim(request, stop)
+        while not self.blocks.fits((), missing):
+            victim = next((r for r in reversed(self.running) if not r.handoff_open and not r.in_flight), None)
             if victim is None:
                 return False
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing > 0:
-            fresh = self.blocks.allocate(missing, after=request.block_ids[-1] if request.block_ids else None)
-            request.block_ids += fresh
-            plan.fresh_blocks += fresh
+        self.groups.extend(request, stop, plan.changes)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -149,81 +191,108 @@ class Scheduler:
 
     def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
         """The request lets go of its blocks; they are free, or stay as they are until the transfer is released."""
+        self.groups.keep_state(request)
         if transfer is None:
-            self.blocks.free(request.block_ids)
+            for held in request.blocks:
+                self.blocks.free(held.ids)
         else:
             self.blocks.hold(transfer, request.block_ids)
-        request.block_ids = []
-        request.num_computed = request.num_remembered = 0
+        request.blocks = []
+        request.num_computed = request.num_remembered = request.state_tokens = 0
+
+    def remember(self, request: Request) -> None:
+        """Whole blocks that are computed, or have landed, may serve other requests from now on."""
+        if self._prefix_caching and request.blocks:
+            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._lookahead)
+            if num_tokens // self.block_tokens > request.num_remembered:
+                chain_hashes(request.hashes, request.tokens, self.block_tokens)
+                self.groups.remember(request, num_tokens)
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
-            known = self._find_known(request)
-            num_known = len(known) * self.block_tokens
-            match = self._match(request, min(num_known, len(request.tokens)))
+            known, match, brought = self._look_up(request)
             if match.error:
                 plan.refused.append((request, match.error))
                 continue
             if match.wait:
                 continue
-            num_fresh = self._num_blocks(len(request.tokens)) - len(known)
-            if not self.blocks.fits(known, num_fresh):
+            counts = self.groups.admission(known, request.goal, brought)
+            if not self.blocks.fits(known.block_ids, sum(counts)):
                 return  # nobody overtakes a request for which there is no room
             self.waiting.remove(request)
-            self._start(request, known, num_fresh, match, plan)
-            if request.state is State.RUNNING and request.num_missing:
-                count = min(request.num_missing, budget)
-                plan.shares.append(Share(request, request.num_computed, request.num_computed + count))
-                budget -= count
+            self.groups.admit(request, known, counts, brought, plan.changes)
+            self._start(request, match, brought, plan)
+            if request.state is State.RUNNING and request.num_missing > 0:
+                stop = self._cut(request, request.num_computed + min(request.num_missing, budget))
+                if self._grow(request, stop, plan):
+                    self._add_share(plan, request, stop)
+                    budget -= stop - request.num_computed
 
-    def _find_known(self, request: Request) -> list[int]:
-        if not self._prefix_caching:
-            return []
-        chain_hashes(request.hashes, request.tokens, self.block_tokens)
-        # At least one token has to be computed, for there is nothing else to choose the next one from;
-        # unless the other engine has chosen it.
-        limit = len(request.tokens) - (0 if self._may_adopt(request) else 1)
-        return self.blocks.find(request.hashes[: limit // self.block_tokens])
+    def _look_up(self, request: Request) -> tuple[Known, Match, int | None]:
+        """What of a request is here, what comes from outside, and up to which token (None: nothing comes)."""
+        asks = self._connector is not None and request.from_remote and not request.handoff_over
+        hashes = request.hashes
+        if self._prefix_caching:
+            chain_hashes(hashes, request.tokens, self.block_tokens)
+        # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
+        # other engine has chosen it, or will.
+        free = request.num_left or (asks and request.first_token is not None)
+        usable = hashes[: (request.goal - (0 if free else 1)) // self.block_tokens] if self._prefix_caching else []
+        here = self.groups.find(usable)
+        if not asks:
+            return here, Match(), None
+        known, match = here, self._match(request, here)
+        stop = here.num_tokens + match.num_tokens
+        if match.num_tokens and not self.groups.all_full:
+            # The other engine brings states, and the windows at `stop`: more of our own may be of use than without it.
+            known = self.groups.find_before(usable, stop)
+            match = self._match(request, known)
+            assert known.num_tokens + match.num_tokens == stop, f"connector moved the end of a hand-off from {stop}"
+        return known, match, stop if match.num_tokens else None
 
-    @staticmethod
-    def _may_adopt(request: Request) -> bool:
-        return request.from_remote and not request.handoff_over and request.first_token is not None
-
-    def _match(self, request: Request, num_known: int) -> Match:
-        if self._connector is None or not request.from_remote or request.handoff_over:
-            return Match()
-        match = self._connector.match(request, num_known)
-        room = request.num_prompt_tokens - num_known
-        assert match.wait or 0 <= match.num_tokens <= room, f"connector matched {match.num_tokens} of {room} tokens"
+    def _match(self, request: Request, known: Known) -> Match:
+        assert self._connector is not None, "only a request from another engine is matched"
+        match = self._connector.match(request, known.num_tokens)
+        room = request.num_prompt_tokens - known.num_tokens
+        assert match.wait or 0 <= match.num_tokens <= max(0, room), f"matched {match.num_tokens} of {room} tokens"
         return match
 
-    def _start(self, request: Request, known: list[int], num_fresh: int, match: Match, plan: StepPlan) -> None:
-        self.blocks.take(known)
-        fresh = self.blocks.allocate(num_fresh)
-        plan.fresh_blocks += fresh
-        request.block_ids = known + fresh
-        request.num_remembered = len(known)
-        request.num_computed = min(len(known) * self.block_tokens, len(request.tokens))
+    def _start(self, request: Request, match: Match, brought: int | None, plan: StepPlan) -> None:
         self._account(request, min(request.num_computed, request.num_prompt_tokens))
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         if asks and (match.num_tokens or not match.reason):
             assert self._connector is not None, "asks"
-            self._connector.after_alloc(request, request.tables, request.num_cached)
-        if match.num_tokens:
+            tables = request.tables_at(request.num_computed if brought is None else brought)
+            self._connector.after_alloc(request, tables, request.num_cached)
+        if brought is not None:
             request.state = State.WAITING_FOR_KV
             request.handoff_open = True
+            request.brought = brought
             self.waiting_for_kv[request.request_id] = request
             return
         if asks:
             request.why = match.reason
-            if request.num_missing and not match.reason:
-                request.why = f"prefill offered no token beyond the {request.num_cached} that were cached here"
-            if request.num_missing == 0:
+            if request.num_missing > 0 and not match.reason:
+                request.why = self.why_tail(request) or (
+                    f"prefill offered no token beyond the {request.num_cached} that were cached here"
+                )
+            if request.num_missing <= 0:
                 plan.adopted.append(request)
             request.handoff_over = True
+        elif request.num_missing <= 0:
+            plan.complete.append(request)
         self.run(request)
+
+    def why_tail(self, request: Request) -> str:
+        """Why decode computes the last tokens of a prompt of which it has all the others; empty if no rule asks it."""
+        left = request.num_prompt_tokens - self._handoff_tokens(request.num_prompt_tokens)
+        missing = request.num_prompt_tokens - request.num_computed
+        if not 0 < missing <= left:
+            return ""
+        cause = "the model keeps a recurrent state" if self.groups.has_state else "the drafter reads ahead"
+        return f"{cause}: prefill leaves the last {left} prompt token{'s' if left > 1 else ''} to decode"
 
     @staticmethod
     def _account(request: Request, num_known: int) -> None:
@@ -233,6 +302,3 @@ class Scheduler:
             request.num_cached = min(request.num_cached, num_known)
         else:
             request.num_cached, request.num_handed_over = num_known, 0
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_tokens)
