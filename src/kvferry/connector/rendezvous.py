@@ -68,6 +68,12 @@ class Rendezvous:
         self._desk = Desk(local, max_peers=self._settings.max_peers)
         self._server.start()
 
+    def restart(self, local: LocalSide) -> None:
+        """Go on as another incarnation: every peer is forgotten, and met again. On the engine's thread."""
+        self._client.close()  # an answer to an old question must not be taken for one to a new question
+        self._client = SideChannelClient(self._settings, clock=self._clock)
+        self._desk = Desk(local, max_peers=self._settings.max_peers)
+
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Where that engine stands; asks it if that is due. Never blocks."""
         desk = self._open_desk()

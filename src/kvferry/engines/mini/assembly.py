@@ -1,7 +1,8 @@
 """One worker of the embedded engine, put together.
 
-Order of construction: model -> cache -> transport (registers the cache) -> driver -> rendezvous -> scheduler half ->
-engine. `Worker.close` goes the other way, and leaves no thread, socket, registration or file.
+Order of construction: model -> cache (both in every rank) -> rendezvous -> transport (registers the cache) and driver
+in every rank -> scheduler half -> engine. `Worker.close` leaves no process, thread, socket, registration or file. When
+ranks have died all but the rendezvous is made anew.
 """
 
 import base64
@@ -14,10 +15,12 @@ from pathlib import Path
 from kvferry import __version__
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, make_scheduler
-from kvferry.connector.worker import HandoffWorker, start_worker
-from kvferry.engines.mini.cache import KVCache
+from kvferry.connector.worker import joined_stats
+from kvferry.engines.mini.blocks import BlockHash
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.loading import LoadedModel
+from kvferry.engines.mini.equip import equip
+from kvferry.engines.mini.executor import ConnectorStart, Executor
+from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.handshake.engine import EngineDescription
@@ -55,27 +58,114 @@ class WorkerSettings:
     """Its name in the fleet; None makes one at random. Two workers must not share one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How an engine stands among the others, from the start of its ranks to their end."""
+
+    identity: EngineIdentity
+    local: LocalSide
+    scheduler: HandoffScheduler
+
+
 class Worker:
     """An engine with its connector. `engine` is stepped by one thread; everything else may be read from any."""
 
-    def __init__(
-        self,
-        *,
-        settings: WorkerSettings,
-        engine: Engine,
-        identity: EngineIdentity,
-        local: LocalSide,
-        rendezvous: Rendezvous,
-        halves: tuple[HandoffScheduler, HandoffWorker],
-        cleanup: ExitStack,
-    ) -> None:
+    engine: Engine
+
+    def __init__(self, settings: WorkerSettings, model: ModelCard, executor: Executor) -> None:
+        """Nothing runs before `open`; whatever happens there, `close` is called."""
         self.settings = settings
-        self.engine = engine
-        self.identity = identity
-        self._local = local
-        self._rendezvous = rendezvous
-        self._scheduler, self._worker = halves
-        self._cleanup = cleanup
+        self._engine_id = EngineId(settings.engine_id or f"mini-{secrets.token_hex(4)}")
+        self._model = model
+        self._executor = executor
+        self._cleanup = ExitStack()
+
+    def open(self) -> None:
+        """Connect the ranks, and begin to answer peers. Raises ConfigError."""
+        self._cleanup.callback(lambda: self._executor.close())
+        self._rendezvous = Rendezvous(
+            self.settings.ferry.side_channel,
+            lambda peer: self._executor.introduce(peer),
+            lambda peer: self._executor.depart(peer),
+            name=self._engine_id,
+        )
+        self._cleanup.callback(self._rendezvous.close)
+        self._standing = self._stand(self._executor)
+        settings = self.settings.engine
+        revives = settings.tp * settings.pp > 1 and settings.on_rank_death == "restart"
+        self.engine = Engine(
+            self._model,
+            self._executor,
+            settings,
+            connector=self._standing.scheduler,
+            revive=self._revive if revives else None,
+        )
+        self._rendezvous.start(self._standing.local)
+        self._log("worker ready")
+
+    def _stand(self, executor: Executor) -> Standing:
+        """Start the worker halves, as a new incarnation, and put together what peers are told."""
+        settings, rendezvous = self.settings, self._rendezvous
+        tp, pp = settings.engine.tp, settings.engine.pp
+        incarnation = Incarnation(secrets.token_hex(8))
+        executor.connect(ConnectorStart(self._engine_id, incarnation, settings.ferry), rendezvous.lost)
+        identity = EngineIdentity(self._engine_id, incarnation, rendezvous.host, rendezvous.port, tp, pp)
+        ranks = tuple(
+            RankHello(
+                layout=encode_layout(layout),
+                transport=settings.ferry.transfer.transport,
+                transport_metadata=metadata,
+            )
+            for layout, metadata in zip(executor.layouts, executor.metadata, strict=True)
+        )
+        hello = Hello(
+            engine=self._engine_id,
+            incarnation=incarnation,
+            role=settings.role,
+            ranks=ranks,
+            host=rendezvous.host,
+            port=rendezvous.port,
+        )
+        local = LocalSide(
+            Facts.from_engine(describe_engine(settings, self._model)),
+            hello,
+            make_fit(executor.layouts, settings.role),
+            protocol_range(settings.ferry.side_channel.protocol_max),
+        )
+        return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry))
+
+    def _revive(self) -> tuple[Executor, HandoffScheduler]:
+        """New ranks after the old ones have died: another incarnation at the same address. On the engine's thread."""
+        _, executor = equip(self.settings.engine)
+        try:
+            standing = self._stand(executor)
+        except BaseException:
+            executor.close()
+            raise
+        # In this order: who is accepted as of now is introduced to the new ranks.
+        self._executor, self._standing = executor, standing
+        self._rendezvous.restart(standing.local)
+        self._log("worker is ready again")
+        return executor, standing.scheduler
+
+    def _log(self, what: str) -> None:
+        logger.info(
+            "%s engine=%s incarnation=%s role=%s mode=%s side_channel=%s:%s blocks=%s ranks=%s",
+            what,
+            self.identity.engine,
+            self.identity.incarnation,
+            self.settings.role,
+            self.settings.ferry.transfer.mode,
+            self.identity.host,
+            self.identity.port,
+            self._executor.num_blocks - 1,
+            self.identity.num_ranks,
+        )
+
+    @property
+    def identity(self) -> EngineIdentity:
+        """Who it is; another one after ranks have died."""
+        return self._standing.identity
 
     def describe(self) -> dict[str, object]:
         """The JSON of GET /v1/kvferry: what routers and `kvferry compare` read."""
@@ -89,9 +179,12 @@ class Worker:
             "transport": self.settings.ferry.transfer.transport,
             "model": self.settings.engine.model,
             "side_channel": {"host": self.identity.host, "port": self.identity.port},
-            "protocol": {"oldest": self._local.protocols.oldest, "newest": self._local.protocols.newest},
-            "facts": self._local.facts.to_json(),
-            "hello": base64.b64encode(encode_hello(self._local.hello)).decode(),
+            "protocol": {
+                "oldest": self._standing.local.protocols.oldest,
+                "newest": self._standing.local.protocols.newest,
+            },
+            "facts": self._standing.local.facts.to_json(),
+            "hello": base64.b64encode(encode_hello(self._standing.local.hello)).decode(),
             "tp_size": self.identity.tp_size,
             "pp_size": self.identity.pp_size,
             "limits": {
@@ -99,6 +192,10 @@ class Worker:
                 "block_tokens": self.settings.engine.block_tokens,
                 "blocks": self.engine.blocks.num_usable,
             },
+            "room": {"free_blocks": self.engine.blocks.num_free, "waiting": self.engine.stats().waiting},
+            "cache": self._cache_mark(),
+            "abilities": ["first-token", "meet", "prompt-blocks"],
+            "ranks": self._describe_ranks(),
             "peers": [
                 {
                     "engine": peer.engine,
@@ -111,9 +208,39 @@ class Worker:
             ],
         }
 
+    def _describe_ranks(self) -> list[dict[str, object]]:
+        executor = self._executor
+        return [
+            {
+                "index": layout.rank.index,
+                "tp_rank": layout.rank.tp_rank,
+                "pp_rank": layout.rank.pp_rank,
+                "pid": pid,
+                "cache_bytes": sum(region.num_bytes for region in layout.regions),
+                "landed": stats.landed,
+                "failed": stats.failed,
+                "bytes": stats.bytes,
+            }
+            for layout, pid, stats in zip(executor.layouts, executor.pids, executor.rank_stats(), strict=True)
+        ]
+
+    def _cache_mark(self) -> dict[str, int]:
+        """Changes whenever `cached_blocks` does."""
+        hashes = self.cached_blocks()
+        return {"version": hash(frozenset(hashes)) & 0x7FFFFFFFFFFFFFFF, "blocks": len(hashes)}
+
+    def cached_blocks(self) -> list[BlockHash]:
+        """The hashes of the blocks in the prefix cache. On the engine thread."""
+        return self.engine.blocks.known_hashes()
+
+    def meet(self, engine: str, incarnation: str | None, host: str, port: int) -> str:
+        """Shake hands with this engine if that is due: `asking`, `accepted` or `refused`. On the engine thread."""
+        known = Incarnation(incarnation) if incarnation is not None else None
+        return self._rendezvous.view(EngineId(engine), known, host, port).status.value
+
     def handoff_stats(self) -> HandoffStats:
         """Counters of the hand-offs, with the peers that are known and those that were refused."""
-        stats = self._worker.stats()
+        stats = joined_stats(self._executor.rank_stats())
         return replace(stats, refused_peers=stats.refused_peers + len(self.refused_peers()))
 
     def refused_peers(self) -> dict[str, str]:
@@ -126,17 +253,17 @@ class Worker:
 
     def release(self, transfer: TransferId, reason: str) -> bool:
         """Nobody will take this finished prefill: see HandoffScheduler.withdraw. On the engine thread."""
-        return self._scheduler.withdraw(transfer, reason)
+        return self._standing.scheduler.withdraw(transfer, reason)
 
     def drain(self) -> None:
         """Begin no hand-off with a peer that is not open already. From any thread; never blocks. See `drained`."""
-        self._worker.drain()
+        self._executor.drain()
 
     @property
     def drained(self) -> bool:
         """After `drain`: no hand-off is open, and no block is held for a peer. Read on the engine thread."""
         # The scheduler half first: it knows of orders that the driver may be taking at this moment.
-        return not self.engine.has_work() and not self.engine.stats().held_blocks and self._worker.drained
+        return not self.engine.has_work() and not self.engine.stats().held_blocks and self._executor.drained
 
     def close(self) -> None:
         """End everything. Idempotent."""
@@ -145,77 +272,18 @@ class Worker:
 
 def build_worker(settings: WorkerSettings) -> Worker:
     """Load the model and put the worker together. Raises ConfigError or UnknownModel; then nothing is left behind."""
-    engine_id = EngineId(settings.engine_id or f"mini-{secrets.token_hex(4)}")
-    incarnation = Incarnation(secrets.token_hex(8))
-    with ExitStack() as cleanup:
-        parts: list[tuple[HandoffScheduler, HandoffWorker, EngineIdentity, LocalSide, Rendezvous]] = []
-
-        def connect(model: LoadedModel, cache: KVCache) -> tuple[HandoffScheduler, HandoffWorker]:
-            layout = cache.layout()
-            worker = start_worker(
-                layout,
-                (cache.data,),
-                engine=engine_id,
-                incarnation=incarnation,
-                settings=settings.ferry,
-                on_lost=lambda engine, incarnation, reason: rendezvous.lost(engine, incarnation, reason),
-            )
-            cleanup.callback(worker.close)
-            rendezvous = Rendezvous(settings.ferry.side_channel, worker.introduce, worker.depart, name=engine_id)
-            cleanup.callback(rendezvous.close)
-            identity = EngineIdentity(engine_id, incarnation, rendezvous.host, rendezvous.port)
-            hello = Hello(
-                engine=engine_id,
-                incarnation=incarnation,
-                role=settings.role,
-                ranks=(
-                    RankHello(
-                        layout=encode_layout(layout),
-                        transport=settings.ferry.transfer.transport,
-                        transport_metadata=worker.transport_metadata,
-                    ),
-                ),
-                host=rendezvous.host,
-                port=rendezvous.port,
-            )
-            facts = Facts.from_engine(describe_engine(settings, model, cache))
-            local = LocalSide(
-                facts,
-                hello,
-                make_fit((layout,), settings.role),
-                protocol_range(settings.ferry.side_channel.protocol_max),
-            )
-            scheduler = make_scheduler(identity, rendezvous, settings.ferry)
-            parts.append((scheduler, worker, identity, local, rendezvous))
-            return scheduler, worker
-
-        engine = Engine.load(settings.engine, connector=connect)
-        scheduler, worker, identity, local, rendezvous = parts[0]
-        rendezvous.start(local)
-        logger.info(
-            "worker ready engine=%s incarnation=%s role=%s mode=%s side_channel=%s:%s blocks=%s",
-            engine_id,
-            incarnation,
-            settings.role,
-            settings.ferry.transfer.mode,
-            identity.host,
-            identity.port,
-            engine.blocks.num_usable,
-        )
-        return Worker(
-            settings=settings,
-            engine=engine,
-            identity=identity,
-            local=local,
-            rendezvous=rendezvous,
-            halves=(scheduler, worker),
-            cleanup=cleanup.pop_all(),
-        )
+    worker = Worker(settings, *equip(settings.engine))
+    try:
+        worker.open()
+    except BaseException:
+        worker.close()
+        raise
+    return worker
 
 
-def describe_engine(settings: WorkerSettings, model: LoadedModel, cache: KVCache) -> EngineDescription:
+def describe_engine(settings: WorkerSettings, model: ModelCard) -> EngineDescription:
     """What the embedded engine says of itself, for the table of facts."""
-    return describe(settings, model.config, model.directory, str(cache.data.dtype))
+    return describe(settings, model.config, model.directory, str(model.dtype))
 
 
 def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str) -> EngineDescription:
@@ -244,4 +312,6 @@ def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dty
         kv_layout="block-major",
         cross_layer_blocks=True,
         block_tokens=(settings.engine.block_tokens,),
+        tp=settings.engine.tp,
+        pp=settings.engine.pp,
     )

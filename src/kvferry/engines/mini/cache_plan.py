@@ -2,14 +2,16 @@
 
 import torch
 
-from kvferry.engines.mini.cache import ENCODINGS, num_blocks_of
+from kvferry.engines.mini.cache import num_blocks_of
+from kvferry.engines.mini.families import family_of
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import GroupSpec, LayerCache, attention_parts, make_groups
-from kvferry.layout.description import CacheKind
+from kvferry.engines.mini.specs import GroupSpec, LayerCache, make_groups
+from kvferry.errors import ConfigError
 
-__all__ = ["agreed_blocks", "groups_of", "layers_of", "shards"]
+__all__ = ["agreed_blocks", "check_parallel", "groups_of", "layers_of", "shards"]
 
 
 def shards(tp: int, pp: int) -> tuple[Shard, ...]:
@@ -18,10 +20,8 @@ def shards(tp: int, pp: int) -> tuple[Shard, ...]:
 
 
 def layers_of(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> tuple[LayerCache, ...]:
-    """What the layers of one rank keep."""
-    kv = shard.heads(config.num_heads, config.num_kv_heads).kv
-    parts = attention_parts((kv.extent, kv.start, kv.stop), config.head_dim, dtype, ENCODINGS[dtype])
-    return tuple(LayerCache(f"layers.{i}.attn", CacheKind.FULL, None, parts) for i in shard.layers(config.num_layers))
+    """What the layers of one rank keep. Raises ConfigError where the model cannot be split that way."""
+    return family_of(config.architecture).caches(config, shard, KvFormat(dtype))
 
 
 def groups_of(config: ModelConfig, dtype: torch.dtype, pp: int) -> tuple[GroupSpec, ...]:
@@ -34,3 +34,18 @@ def agreed_blocks(config: ModelConfig, dtype: torch.dtype, settings: EngineSetti
     groups = groups_of(config, dtype, settings.pp)
     ranks = shards(settings.tp, settings.pp)
     return min(num_blocks_of(layers_of(config, dtype, shard), groups, settings) for shard in ranks)
+
+
+def check_parallel(config: ModelConfig, settings: EngineSettings) -> None:
+    """Raises ConfigError where a model cannot be cut like this."""
+    tp, pp = settings.tp, settings.pp
+    if pp > config.num_layers:
+        raise ConfigError(
+            f"pp={pp!r} stages, and the model has {config.num_layers} layers: some stages would have none. "
+            f"Use --pp {config.num_layers} or fewer."
+        )
+    if config.num_heads % tp:
+        fits = ", ".join(str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0)
+        raise ConfigError(
+            f"tp={tp!r} does not divide the model's {config.num_heads} attention heads. Use --tp with one of {fits}."
+        )

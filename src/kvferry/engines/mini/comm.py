@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from kvferry.engines.mini.parallel import Shard
 

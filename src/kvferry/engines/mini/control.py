@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.base import StepOrders, StepReport
+from kvferry.engines.mini.executor import ConnectorStart
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.specs import StepInput
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheLayout
-from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Close",
     "Connect",
     "Connected",
-    "ConnectorStart",
     "Drain",
     "Loaded",
     "Orders",
@@ -41,15 +40,6 @@ _HEAD = struct.Struct("<IQ")
 
 
 # Engine to rank
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorStart:
-    """What a rank's worker half needs to know of its engine."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    settings: FerrySettings
 
 
 @dataclass(frozen=True, slots=True)

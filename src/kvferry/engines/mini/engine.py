@@ -20,32 +20,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepOrders, StepReport, WorkerHalf
+from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepOrders, StepReport
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.blocks import BlockManager, chain_hashes, num_runs
-from kvferry.engines.mini.cache import KVCache
-from kvferry.engines.mini.executor import Executor, LocalExecutor
-from kvferry.engines.mini.loading import LoadedModel, load_model
+from kvferry.engines.mini.blocks import BlockManager, num_runs
+from kvferry.engines.mini.equip import equip
+from kvferry.engines.mini.executor import Executor
+from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.request import Request, State
 from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
 from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.specs import ShareInput, StepInput
 from kvferry.engines.mini.tokenizer import Detokenizer
-from kvferry.errors import MalformedMessage, RequestError, RequestTooLong
+from kvferry.errors import MalformedMessage, RanksLost, RequestError, RequestTooLong
 from kvferry.ids import RequestId
 from kvferry.stats import HandoffTiming
 from kvferry.wire.first_token import FirstToken, decode_first_token, first_token_of
 
-__all__ = ["Connector", "Engine", "EngineSettings", "EngineStats"]
+__all__ = ["Engine", "EngineSettings", "EngineStats"]
 
 logger = logging.getLogger(__name__)
 
-Connector = tuple[SchedulerHalf, WorkerHalf]
+Revive = Callable[[], tuple[Executor, SchedulerHalf | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,10 @@ class EngineStats:
     cached_tokens: int
     handed_over_tokens: int
     answer_tokens: int
+    ranks: int
+    """Processes that compute."""
+    revivals: int
+    """How often ranks have died and were started anew."""
     blocks_per_run: float
     """How many neighbouring blocks of a prompt lay on average in one run: the longer, the faster its hand-off."""
 
@@ -74,29 +76,24 @@ class Engine:
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: ModelCard,
         executor: Executor,
         settings: EngineSettings,
         *,
         connector: SchedulerHalf | None = None,
         clock: Clock | None = None,
+        revive: Revive | None = None,
     ) -> None:
-        """`executor` has the worker halves of `connector`, and is closed by `close`."""
+        """`executor` has the worker halves of `connector`, and is closed by `close`. `revive`: what to go on with when
+        ranks have died; None: RanksLost is raised by `step`."""
         self.model = model
-        self.executor = executor
         self.settings = settings
         self.tokenizer = model.tokenizer
         self.max_model_len = min(settings.max_model_len or model.config.max_positions, model.config.max_positions)
-        self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
-        self._connector = connector
-        self.scheduler = Scheduler(
-            self.blocks,
-            block_tokens=settings.block_tokens,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_running=settings.max_running,
-            prefix_caching=settings.prefix_caching,
-            connector=self._connector,
-        )
+        self._revive = revive
+        self._down = False
+        """Ranks have died, and no new ones were started yet."""
+        self._wake: Callable[[], None] = lambda: None
         self._in_flight: deque[StepPlan] = deque()
         """Plans that were submitted and not collected."""
         self._clock = clock or MonotonicClock()
@@ -108,29 +105,48 @@ class Engine:
         self._reports: tuple[StepReport, ...] = ()
         self._unclean: list[int] = []
         """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
+        self.num_revivals = 0
         self._ended: list[Output] = []
         self._steps = self._prompt_tokens = self._cached_tokens = self._handed_over_tokens = self._answer_tokens = 0
         self._placed_blocks = self._placed_runs = 0
+        self._equip(executor, connector)
 
     @classmethod
-    def load(
-        cls,
-        settings: EngineSettings,
-        connector: Callable[[LoadedModel, KVCache], Connector] | None = None,
-        clock: Clock | None = None,
-    ) -> "Engine":
-        """Load the model, make the cache, and, between the two and the engine, the connector's halves."""
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
-        model = load_model(settings)
-        cache = KVCache.create(model.config, settings, model.dtype, model.device)
-        scheduler, worker = connector(model, cache) if connector else (None, None)
-        return cls(model, LocalExecutor(model.network, cache, worker), settings, connector=scheduler, clock=clock)
+    def load(cls, settings: EngineSettings, clock: Clock | None = None) -> "Engine":
+        """An engine without a connector: load the model and make the cache, here or in rank processes."""
+        model, executor = equip(settings)
+        return cls(model, executor, settings, clock=clock)
+
+    def _equip(self, executor: Executor, connector: SchedulerHalf | None) -> None:
+        """Begin with nothing in the cache."""
+        settings = self.settings
+        self.executor = executor
+        self._connector = connector
+        self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
+        self.scheduler = Scheduler(
+            self.blocks,
+            executor.layouts[0].groups,
+            block_tokens=settings.block_tokens,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_running=settings.max_running,
+            prefix_caching=settings.prefix_caching,
+            connector=connector,
+        )
+        executor.on_news(lambda: self._wake())
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on some other thread, when `has_work` has become true by itself."""
+        self._wake = wake
 
     # Requests come and go
 
     def add(self, spec: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError, or RequestTooLong if it can never be finished here."""
+        """Queue a request. Raises RequestError, or RequestTooLong if it can never be finished here.
+
+        Where ranks have died it blocks until others are there.
+        """
+        if self._down:
+            self._go_on()
         prompt, vocab = spec.prompt_token_ids, self.model.config.vocab_size
         if spec.request_id in self._requests:
             raise RequestError(f"request_id={spec.request_id!r} is in use. Take another one.")
@@ -153,7 +169,7 @@ class Engine:
         elif request.from_remote:
             request.handoff_over = True
             request.why = "this engine has no connector"
-        self.scheduler.enqueue(request)
+        self.scheduler.enter(request)
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt + max_tokens > self.max_model_len:
@@ -162,8 +178,8 @@ class Engine:
                 f"{self.max_model_len}. Shorten the prompt, or ask for at most "
                 f"{max(0, self.max_model_len - num_prompt)} tokens."
             )
-        room = self.blocks.num_usable * self.settings.block_tokens
-        if num_prompt + max_tokens - 1 > room:
+        if self.scheduler.groups.need(num_prompt + max_tokens - 1) > self.blocks.num_usable:
+            room = self.scheduler.groups.room_tokens()
             raise RequestTooLong(
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than this worker's cache of {room} "
                 "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes (--cache-gb)."
@@ -183,7 +199,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Stepping has a point."""
-        return bool(self._requests or self._ended) or (
+        return bool(self._requests or self._ended or self._down or self.executor.has_news) or (
             self._connector is not None and (bool(self._reports) or self._connector.has_pending_work())
         )
 
@@ -194,7 +210,21 @@ class Engine:
     # The step
 
     def step(self) -> list[Output]:
-        """Compute once. With nothing to compute (hand-offs pending) it returns at once: then wait about 1 ms."""
+        """Compute once. With nothing to compute (hand-offs pending) it returns at once: then wait about 1 ms.
+
+        When ranks have died, every request ends with an error, and the step after that blocks until others are there;
+        or RanksLost is raised, and the engine is at its end.
+        """
+        if self._down:
+            self._go_on()
+        try:
+            return self._step()
+        except RanksLost as error:
+            if self._revive is None:
+                raise
+            return self._break_off(str(error))
+
+    def _step(self) -> list[Output]:
         outputs, self._ended = self._ended, []
         if self._connector is not None:
             outputs += self._settle(self._connector.update(self._reports))
@@ -209,14 +239,17 @@ class Engine:
         """Plan a step and send it on its way. False: there was nothing to compute."""
         plan = self.scheduler.schedule()
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
-        unclean, self._unclean = (*self._unclean, *plan.fresh_blocks), []
-        if plan.shares or unclean or orders:
+        unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
+        if plan.shares or unclean or plan.changes.copies or orders:
             self.executor.submit(_numbers(plan, unclean), orders)
         if plan.shares:
             self._in_flight.append(plan)
+            for share in plan.shares:
+                share.request.in_flight = True
         self._note_stages(plan)
         outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
         outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
+        outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
         return bool(plan.shares)
 
     def _note_stages(self, plan: StepPlan) -> None:
@@ -233,10 +266,18 @@ class Engine:
         """Wait for the oldest step on its way."""
         logits = self.executor.collect().logits
         self._steps += 1
+        for share in plan.shares:
+            share.request.in_flight = False
         ready = [share.request for share in plan.shares if share.wants_logits]
-        chosen = choose(logits, [self._row(request) for request in ready]) if logits is not None else []
-        self._keep_books(plan.shares)
-        return [self._append(request, choice) for request, choice in zip(ready, chosen, strict=True)]
+        alive = [i for i, request in enumerate(ready) if request.state is not State.FINISHED]  # others were aborted
+        if logits is not None and len(alive) < len(ready):
+            logits, ready = logits[alive], [ready[i] for i in alive]
+        chosen = choose(logits, [self._row(request) for request in ready]) if logits is not None and ready else []
+        self._keep_books([share for share in plan.shares if share.request.state is not State.FINISHED])
+        outputs = [self._append(request, choice) for request, choice in zip(ready, chosen, strict=True)]
+        open_ones = [share.request for share in plan.shares if share.request.state is not State.FINISHED]
+        left = [request for request in open_ones if request.num_left and request.num_missing <= 0]
+        return outputs + [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
 
     def _row(self, request: Request) -> Row:
         seed = request.sampling.seed
@@ -249,24 +290,16 @@ class Engine:
         """The KV of these shares is stored."""
         for share in shares:
             request = share.request
-            request.num_computed = share.stop
-            self._remember(request)
+            request.computed(share.stop)
+            self.scheduler.remember(request)
             if self._connector is not None and request.for_remote:
                 request.handoff_open = True
                 self._connector.computed(request, request.tables, request.num_computed)
 
-    def _remember(self, request: Request) -> None:
-        """Whole blocks that are computed may serve other requests from now on."""
-        if not self.settings.prefix_caching:
-            return
-        whole = request.num_computed // self.settings.block_tokens
-        if whole > request.num_remembered:
-            chain_hashes(request.hashes, request.tokens, self.settings.block_tokens)
-            for at in range(request.num_remembered, whole):
-                self.blocks.remember(request.block_ids[at], request.hashes[at])
-            request.num_remembered = whole
-
     def _append(self, request: Request, choice: Chosen) -> Output:
+        first = request.first_token
+        if first is not None and request.spec.first_token_sent and len(request.tokens) == request.num_prompt_tokens:
+            choice = self._as_sent(request, first)
         request.tokens.append(choice.token)
         request.chosen = choice.logprobs
         self._answer_tokens += 1
@@ -317,9 +350,10 @@ class Engine:
         self._prompt_tokens += request.num_prompt_tokens
         self._cached_tokens += request.num_cached
         self._handed_over_tokens += request.num_handed_over
-        prompt_blocks = request.block_ids[: -(-request.num_prompt_tokens // self.settings.block_tokens)]
-        self._placed_blocks += len(prompt_blocks)
-        self._placed_runs += num_runs(prompt_blocks)
+        for held in request.blocks:
+            prompt_blocks = held.ids[: -(-request.num_prompt_tokens // self.settings.block_tokens) - held.first]
+            self._placed_blocks += len(prompt_blocks)
+            self._placed_runs += num_runs(prompt_blocks)
 
     # Hand-offs
 
@@ -341,7 +375,7 @@ class Engine:
             request.why = failed.reason
             if failed in outcome.fatal:
                 self.blocks.hold(failed.transfer, request.block_ids)
-                request.block_ids = []
+                request.blocks = []
                 outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=failed.reason))
                 continue
             self.scheduler.remove(request)
@@ -356,14 +390,23 @@ class Engine:
 
     def _keep(self, request: Request, failed: Failed) -> None:
         """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
+        if not self.scheduler.groups.all_full:  # of windows and states nothing is known before the end
+            self._restart(request)
+            return
         size = self.settings.block_tokens
         arrived = min(failed.arrived.stop, request.num_prompt_tokens - 1) // size * size
         if failed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
             request.num_handed_over = arrived - request.num_cached
-        self._unclean += request.block_ids[request.num_computed // size :]
+        for held in request.blocks:
+            self._unclean += held.ids[request.num_computed // size :]
         self.scheduler.run(request)
-        self._remember(request)
+        self.scheduler.remember(request)
+
+    def _restart(self, request: Request) -> None:
+        """Nobody touches its blocks: it gives them up, and computes what is not in the prefix cache."""
+        self.scheduler.give_up_blocks(request, None)
+        self.scheduler.enqueue(request)
 
     def _land(self, request: Request, landed: Landed) -> Output | None:
         """The prompt's KV is in our blocks: go on behind it."""
@@ -385,24 +428,60 @@ class Engine:
         if landed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
         self.scheduler.remove(request)
+        nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
+        if not self.scheduler.groups.all_full:
+            if request.num_computed != request.brought or nothing_to_compute:
+                request.why = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
+                self._restart(request)
+                return None
+            self.scheduler.groups.landed(request)
         self.scheduler.run(request)
-        if request.num_computed == request.num_prompt_tokens and request.first_token is None:
-            request.num_computed -= 1  # nothing else to choose the first token from
+        if nothing_to_compute:
+            request.num_computed -= 1  # there is nothing else to choose the first token from
         request.num_handed_over = request.num_computed - request.num_cached
         if request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
-            request.why = f"prefill handed over all but the last {missing} prompt tokens"
-        self._remember(request)
+            request.why = self.scheduler.why_tail(request) or (
+                f"prefill handed over all but the last {missing} prompt tokens"
+            )
+        self.scheduler.remember(request)
         return self._adopt(request) if request.num_missing == 0 else None
 
     def _adopt(self, request: Request) -> Output | None:
         """The other engine has chosen the first token: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
+        return self._append(request, self._as_sent(request, first))
+
+    def _as_sent(self, request: Request, first: FirstToken) -> Chosen:
+        """The other engine's first token, as if it were chosen here."""
         logprobs = None
         if request.sampling.logprobs is not None and first.logprob is not None:
             logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: request.sampling.logprobs])
-        return self._append(request, Chosen(first.token, logprobs))
+        return Chosen(first.token, logprobs)
+
+    # Ranks that die
+
+    def _break_off(self, why: str) -> list[Output]:
+        """All that was open is lost with the ranks. Told at once; `_go_on` is for the next call."""
+        logger.error("every request ends requests=%d cause=%s", len(self._requests), why)
+        told = f"a process of this engine has died: {why}. Send the request again."
+        outputs, self._ended = self._ended, []
+        for request in self._requests.values():
+            request.state = State.FINISHED
+            outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=told))
+        self._requests.clear()
+        self._in_flight.clear()
+        self._reports, self._unclean = (), []
+        self._down = True
+        self.executor.close()
+        return outputs
+
+    def _go_on(self) -> None:
+        assert self._revive is not None, "only an engine that can be revived is down"
+        self._equip(*self._revive())
+        self._down = False
+        self.num_revivals += 1
 
     # Looking at it
 
@@ -421,6 +500,8 @@ class Engine:
             cached_tokens=self._cached_tokens,
             handed_over_tokens=self._handed_over_tokens,
             answer_tokens=self._answer_tokens,
+            ranks=len(self.executor.pids),
+            revivals=self.num_revivals,
             blocks_per_run=self._placed_blocks / self._placed_runs if self._placed_runs else 0.0,
         )
 
@@ -435,10 +516,12 @@ def _numbers(plan: StepPlan, unclean: Sequence[int]) -> StepInput:
         ShareInput(tuple(share.token_ids), share.start, share.stop, share.request.tables, int(share.wants_logits))
         for share in plan.shares
     )
-    return StepInput(shares, clear=tuple(unclean))
+    return StepInput(shares, clear=tuple(unclean), copies=tuple(plan.changes.copies))
 
 
-def _first_token(request: Request) -> FirstToken:
+def _first_token(request: Request) -> FirstToken | None:
+    if request.num_left:
+        return None
     chosen = request.chosen
     return FirstToken(
         token=request.tokens[request.num_prompt_tokens],

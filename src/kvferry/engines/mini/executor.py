@@ -6,21 +6,39 @@ block that was given up may be used again by the next step, also while the step 
 pipeline, and orders that follow a step find its KV stored.
 """
 
+import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvferry.connector.base import StepOrders, StepReport, WorkerHalf
+from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.runner import Runner
-from kvferry.engines.mini.specs import ShareInput, StepInput
+from kvferry.engines.mini.specs import StepInput
+from kvferry.handoff.orders import Depart, Introduce
+from kvferry.ids import EngineId, Incarnation
+from kvferry.layout.description import CacheLayout
+from kvferry.settings import FerrySettings
+from kvferry.stats import HandoffStats
 
-__all__ = ["Executor", "LocalExecutor", "Rank", "StepOutcome"]
+__all__ = ["ConnectorStart", "Executor", "LocalExecutor", "OnPeerLost", "Rank", "StepOutcome"]
+
+OnPeerLost = Callable[[EngineId, Incarnation, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStart:
+    """What worker halves need to know of their engine."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    settings: FerrySettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +75,60 @@ class Executor(Protocol):
         """What worker halves have ended since the last call, each report of one rank. Never blocks."""
         ...
 
+    @property
+    def has_news(self) -> bool:
+        """`reports` has something, or would raise."""
+        ...
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on some other thread, when `has_news` has become true. Where nobody calls: look."""
+        ...
+
     def close(self) -> None:
         """End the worker halves and all that belongs to the ranks. Idempotent."""
+        ...
+
+    # What the connector needs. `connect` on the engine's thread; everything else on any.
+
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """Of the cache of every rank, in order."""
+        ...
+
+    @property
+    def metadata(self) -> tuple[bytes, ...]:
+        """Of the transport of every rank, in order; after `connect`."""
+        ...
+
+    def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
+        """Start every rank's worker half. Blocks. `on_peer_lost`: on another thread, must not block. Raises ConfigError
+        for a transport that cannot be had."""
+        ...
+
+    def introduce(self, peer: Introduce) -> None:
+        """A peer was accepted. Never blocks, as the next three."""
+        ...
+
+    def depart(self, peer: Depart) -> None:
+        """A peer is gone."""
+        ...
+
+    def drain(self) -> None:
+        """Begin nothing with a peer that is not open already."""
+        ...
+
+    @property
+    def drained(self) -> bool:
+        """After `drain`: no hand-off is open on any rank, and every end was fetched by `reports`. Ask until it is."""
+        ...
+
+    def rank_stats(self) -> tuple[HandoffStats, ...]:
+        """Counters of every worker half, in order, as of a moment ago."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes of the ranks, in order."""
         ...
 
 
@@ -108,48 +178,24 @@ class Rank:
         if not self._shard.is_first:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             before = self._stages.receive(sum(share.stop - share.start for share in step.shares))
-        hidden, logits = self._runner.run([_Work(share) for share in step.shares], before, last=self._shard.is_last)
+        hidden, logits = self._runner.run(step.shares, before, last=self._shard.is_last)
         if not self._shard.is_last:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             self._stages.send(hidden)
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """A share as the runner wants it: one cache group."""
-
-    share: ShareInput
-
-    @property
-    def start(self) -> int:
-        return self.share.start
-
-    @property
-    def stop(self) -> int:
-        return self.share.stop
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.share.token_ids
-
-    @property
-    def block_ids(self) -> Sequence[int]:
-        return self.share.tables[0].block_ids
-
-    @property
-    def wants_logits(self) -> bool:
-        return self.share.num_logits > 0
-
-
 class LocalExecutor:
     """The whole model in this process: a step is computed when it is submitted."""
 
     def __init__(self, network: Network, cache: KVCache, worker: WorkerHalf | None = None) -> None:
+        """`worker`: a worker half that the caller has made, instead of `connect`."""
         self.cache = cache
         self._worker = worker
+        self._handoffs: HandoffWorker | None = None
         self._rank = Rank(network, cache, worker)
         self._outcomes: deque[StepOutcome] = deque()
+        self._layouts: tuple[CacheLayout, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -176,7 +222,68 @@ class LocalExecutor:
         report = self._worker.end_step() if self._worker is not None else None
         return (report,) if report else ()
 
+    @property
+    def has_news(self) -> bool:
+        """See Executor. Nobody knows: look once a step."""
+        return False
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """See Executor. Nobody calls it."""
+
     def close(self) -> None:
         """See Executor."""
         if self._worker is not None:
             self._worker.close()
+
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """See Executor."""
+        if not self._layouts:
+            self._layouts = (self.cache.layout(),)
+        return self._layouts
+
+    @property
+    def metadata(self) -> tuple[bytes, ...]:
+        """See Executor."""
+        return (self._connected().transport_metadata,)
+
+    def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
+        """See Executor."""
+        self._worker = self._rank.worker = self._handoffs = start_worker(
+            self.cache.layout(),
+            (self.cache.data,),
+            engine=connector.engine,
+            incarnation=connector.incarnation,
+            settings=connector.settings,
+            on_lost=on_peer_lost,
+        )
+
+    def _connected(self) -> HandoffWorker:
+        assert self._handoffs is not None, "connect() comes first"
+        return self._handoffs
+
+    def introduce(self, peer: Introduce) -> None:
+        """See Executor."""
+        self._connected().introduce(peer)
+
+    def depart(self, peer: Depart) -> None:
+        """See Executor."""
+        self._connected().depart(peer)
+
+    def drain(self) -> None:
+        """See Executor."""
+        self._connected().drain()
+
+    @property
+    def drained(self) -> bool:
+        """See Executor."""
+        return self._connected().drained
+
+    def rank_stats(self) -> tuple[HandoffStats, ...]:
+        """See Executor."""
+        return (self._connected().stats(),)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """See Executor."""
+        return (os.getpid(),)

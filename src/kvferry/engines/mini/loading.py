@@ -21,7 +21,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Tokenizer
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["LoadedModel", "expected_tensors", "load_model"]
+__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "load_model", "open_model"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +30,32 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model, ready to run."""
+class ModelCard:
+    """A model that was found and checked. Its weights may be in other processes."""
 
     name: str
     """As the operator named it."""
     directory: Path
     config: ModelConfig
-    network: Network
     tokenizer: Tokenizer
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(ModelCard):
+    """A model, or one rank's part of it, ready to run."""
+
+    network: Network
     device: torch.device
+
+
+def open_model(settings: EngineSettings) -> ModelCard:
+    """Find and check a model, and read everything but its weights. Raises as load_model."""
+    directory = find_model(settings.model)
+    config = read_config(directory)
+    dtype = _dtype(settings.dtype, config)
+    _Weights(directory, _weight_files(directory), dtype, _device(settings.device)).check(config)
+    return ModelCard(settings.model, directory, config, Tokenizer.from_directory(directory), dtype)
 
 
 def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedModel:
@@ -66,7 +81,7 @@ def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedMo
         weights.bar = bar
         network = family_of(config.architecture).build(config, weights, shard)
     logger.info("model loaded directory=%s dtype=%s device=%s", directory, dtype, device)
-    return LoadedModel(settings.model, directory, config, network, tokenizer, dtype, device)
+    return LoadedModel(settings.model, directory, config, tokenizer, dtype, network, device)
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -27,14 +27,12 @@ from typing import Any
 import torch
 
 from kvferry.connector.base import StepOrders, StepReport
-from kvferry.connector.worker import joined_stats
 from kvferry.engines.mini.control import (
     Ask,
     Channel,
     Close,
     Connect,
     Connected,
-    ConnectorStart,
     Drain,
     Loaded,
     Orders,
@@ -45,12 +43,11 @@ from kvferry.engines.mini.control import (
     Step,
     StepDone,
 )
-from kvferry.engines.mini.executor import StepOutcome
+from kvferry.engines.mini.executor import ConnectorStart, OnPeerLost, StepOutcome
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.specs import StepInput
 from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
 from kvferry.handoff.orders import Depart, Introduce
-from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
 
@@ -62,8 +59,6 @@ _CLOSE_S = 20.0
 """For a rank that was told to close: its worker half says goodbye to peers. Then it is killed."""
 _CONNECT_S = 120.0
 _OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "UnknownModel": UnknownModel}
-
-OnPeerLost = Callable[[EngineId, Incarnation, str], None]
 
 
 class _Rank:
@@ -258,12 +253,8 @@ class ProcessExecutor:
             self._tell_all(Ask())
         return drained
 
-    def stats(self) -> HandoffStats:
-        """Of the whole engine; see `rank_stats`."""
-        return joined_stats(self.rank_stats())
-
     def rank_stats(self) -> tuple[HandoffStats, ...]:
-        """Of every worker half, in order, as each last told; asks for newer ones."""
+        """See Executor. As each last told; asks for newer ones."""
         self._tell_all(Ask())
         return tuple(rank.stats for rank in self._ranks)
 

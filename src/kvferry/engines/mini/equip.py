@@ -1,0 +1,32 @@
+"""What an engine runs on: its model and its ranks. Made at the start, and anew when ranks have died."""
+
+import torch
+
+from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache_plan import agreed_blocks, check_parallel, groups_of, layers_of
+from kvferry.engines.mini.executor import Executor, LocalExecutor
+from kvferry.engines.mini.loading import ModelCard, load_model, open_model
+from kvferry.engines.mini.parallel import Shard
+from kvferry.engines.mini.ranks import ProcessExecutor
+from kvferry.engines.mini.settings import EngineSettings
+
+__all__ = ["equip"]
+
+
+def equip(settings: EngineSettings) -> tuple[ModelCard, Executor]:
+    """Load the model and make the cache: here, or in rank processes. Blocks.
+
+    Raises UnknownModel or ConfigError, where it can be before a process is started; then nothing is left behind.
+    """
+    if settings.tp * settings.pp == 1:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        model = load_model(settings)
+        layers = layers_of(model.config, model.dtype, Shard())
+        cache = KVCache.sized(layers, groups_of(model.config, model.dtype, 1), settings, model.device)
+        return model, LocalExecutor(model.network, cache)
+    card = open_model(settings)
+    check_parallel(card.config, settings)
+    executor = ProcessExecutor(settings, num_blocks=agreed_blocks(card.config, card.dtype, settings))
+    executor.start()
+    return card, executor
