@@ -33,7 +33,13 @@ class FakeConnector:
     open: set[RequestId] = field(default_factory=set)
     """Transfers that have not ended."""
 
+    num_left: int = 0
+    """Prompt tokens that prefill leaves to decode."""
+
     # Scheduler half
+
+    def handoff_tokens(self, num_prompt_tokens: int) -> int:
+        return max(0, num_prompt_tokens - self.num_left)
 
     def on_new_request(self, request: RequestView) -> None:
         self.seen.append(f"new {request.request_id}")
@@ -44,7 +50,8 @@ class FakeConnector:
             return self.answers.pop(0)
         handoff = request.handoff
         remote = handoff.remote_num_tokens if handoff else None
-        return Match(max(0, (remote if remote is not None else request.num_prompt_tokens) - num_cached_tokens))
+        there = self.handoff_tokens(request.num_prompt_tokens)
+        return Match(max(0, (there if remote is None else min(there, remote)) - num_cached_tokens))
 
     def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
         self.seen.append(f"alloc {request.request_id}")

@@ -92,6 +92,11 @@ class Outcome:
 class SchedulerHalf(Protocol):
     """Called on the engine's thread only. Never blocks, does no I/O."""
 
+    def handoff_tokens(self, num_prompt_tokens: int) -> int:
+        """How many tokens of a prompt prefill computes and hands over; decode computes the others (R32). Both sides
+        count alike: see connector.lookahead."""
+        ...
+
     def on_new_request(self, request: RequestView) -> None:
         """A request has arrived. Once a request, before anything else about it."""
         ...

@@ -9,7 +9,7 @@ A decode request (do_remote_prefill):  HELD in the queue (the peer's grant is ke
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvferry.connector.base import Match, Outcome, RequestView
@@ -48,8 +48,16 @@ class HandoffScheduler:
             )
         cls.mode = mode
 
-    def __init__(self, identity: EngineIdentity, peers: PeerBoard, settings: FerrySettings) -> None:
+    def __init__(
+        self,
+        identity: EngineIdentity,
+        peers: PeerBoard,
+        settings: FerrySettings,
+        handoff_tokens: Callable[[int], int] | None = None,
+    ) -> None:
+        """`handoff_tokens`: of how many tokens of a prompt KV is handed over (R32); None: all."""
         self._me = identity
+        self._handoff_tokens = handoff_tokens
         self._peers = peers
         self._settings = settings
         self._offered: dict[RequestId, Offered] = {}
@@ -61,6 +69,10 @@ class HandoffScheduler:
         self._next = Pending()
 
     # Arrival and matching
+
+    def handoff_tokens(self, num_prompt_tokens: int) -> int:
+        """See SchedulerHalf."""
+        return num_prompt_tokens if self._handoff_tokens is None else self._handoff_tokens(num_prompt_tokens)
 
     def on_new_request(self, request: RequestView) -> None:
         """Remember a request that another engine prefills, and start the handshake with that engine."""
@@ -85,7 +97,7 @@ class HandoffScheduler:
         if transfer in self._by_transfer:
             self._given_up[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
             return
-        target = request.num_prompt_tokens
+        target = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
             target = min(target, params.remote_num_tokens)
         entry = Wanted(
@@ -385,7 +397,12 @@ class PushScheduler(HandoffScheduler, mode=TransferMode.PUSH):
     """Prefill writes into decode's blocks."""
 
 
-def make_scheduler(identity: EngineIdentity, peers: PeerBoard, settings: FerrySettings) -> HandoffScheduler:
+def make_scheduler(
+    identity: EngineIdentity,
+    peers: PeerBoard,
+    settings: FerrySettings,
+    handoff_tokens: Callable[[int], int] | None = None,
+) -> HandoffScheduler:
     """The scheduler half for the configured transfer mode."""
     kinds = {kind.mode: kind for kind in (PullScheduler, PushScheduler)}
-    return kinds[settings.transfer.mode](identity, peers, settings)
+    return kinds[settings.transfer.mode](identity, peers, settings, handoff_tokens)

@@ -15,7 +15,7 @@ Decoding requests come first in a step, then pieces of prompts, oldest first, un
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import Match, SchedulerHalf
@@ -77,11 +77,9 @@ class Scheduler:
         max_running: int,
         prefix_caching: bool,
         lookahead: int = 0,
-        handoff_tokens: Callable[[int], int] | None = None,
         connector: SchedulerHalf | None = None,
     ) -> None:
-        """`specs`: the cache groups of the whole model. `lookahead`: connector.lookahead's
-        num_prefill_lookahead_tokens. `handoff_tokens`: how many tokens of a prompt prefill hands over; None: all."""
+        """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens."""
         self.blocks = blocks
         self.groups = Groups(
             specs,
@@ -100,15 +98,18 @@ class Scheduler:
         self._max_running = max_running
         self._prefix_caching = prefix_caching
         self._lookahead = lookahead
-        self._handoff_tokens = handoff_tokens or (lambda num_tokens: num_tokens)
         self._connector = connector
 
     def enter(self, request: Request) -> None:
         """A new request. How much of its prompt is left to decode is settled here, once (R33)."""
-        if request.for_remote and self._connector is not None:
-            num_prompt = request.num_prompt_tokens
-            request.num_left = num_prompt - self._handoff_tokens(num_prompt)
+        if request.for_remote:
+            request.num_left = self._left_to_decode(request)
         self.enqueue(request)
+
+    def _left_to_decode(self, request: Request) -> int:
+        """How many prompt tokens prefill leaves to decode (R32)."""
+        num_prompt = request.num_prompt_tokens
+        return 0 if self._connector is None else num_prompt - self._connector.handoff_tokens(num_prompt)
 
     def enqueue(self, request: Request) -> None:
         """A new request, or one that has to start again: by its arrival."""
@@ -287,7 +288,7 @@ class Scheduler:
 
     def why_tail(self, request: Request) -> str:
         """Why decode computes the last tokens of a prompt of which it has all the others; empty if no rule asks it."""
-        left = request.num_prompt_tokens - self._handoff_tokens(request.num_prompt_tokens)
+        left = self._left_to_decode(request)
         missing = request.num_prompt_tokens - request.num_computed
         if not 0 < missing <= left:
             return ""
