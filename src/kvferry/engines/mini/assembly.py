@@ -20,6 +20,7 @@ from kvferry.engines.mini.blocks import BlockHash
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.equip import equip
 from kvferry.engines.mini.executor import ConnectorStart, Executor
+from kvferry.engines.mini.groups import tokens_handed_over
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
@@ -132,7 +133,9 @@ class Worker:
             make_fit(executor.layouts, settings.role),
             protocol_range(settings.ferry.side_channel.protocol_max),
         )
-        return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry))
+        groups, first_token = executor.layouts[0].groups, settings.ferry.transfer.first_token
+        count = tokens_handed_over(groups, first_token=first_token)
+        return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry, count))
 
     def _revive(self) -> tuple[Executor, HandoffScheduler]:
         """New ranks after the old ones have died: another incarnation at the same address. On the engine's thread."""

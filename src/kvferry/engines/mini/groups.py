@@ -10,14 +10,15 @@ A request can go on behind c tokens of the prefix cache if all groups have what 
 brings every state, and of windows what is not here: then FULL alone decides, and what a window at n needs before c.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.connector.lookahead import handoff_tokens
 from kvferry.engines.mini.blocks import BlockHash, BlockManager
 from kvferry.engines.mini.request import GroupBlocks, Request
 from kvferry.layout.description import CacheGroup, CacheKind
 
-__all__ = ["Changes", "Groups", "Known"]
+__all__ = ["Changes", "Groups", "Known", "tokens_handed_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,3 +302,21 @@ class Groups:
             self._blocks.remember(page, key, group)
             self._blocks.free([page])
         self._blocks.free(changes.pins)
+
+
+def tokens_handed_over(
+    specs: Sequence[CacheGroup], *, lookahead: int = 0, first_token: bool = True
+) -> Callable[[int], int]:
+    """How many tokens of a prompt prefill hands over, for a model with these cache groups. R32; both sides ask it.
+
+    `first_token`: prefill tells the token that it chose. Where it does not, decode has to compute the last prompt token
+    for its logits; with windows it cannot do so behind the whole prompt, for what that token looks back on may be gone.
+    """
+    kinds = {spec.kind for spec in specs}
+    needed = 1 if CacheKind.WINDOW in kinds and not first_token else 0
+
+    def tokens(num_prompt: int) -> int:
+        there = handoff_tokens(num_prompt, mamba=CacheKind.STATE in kinds, lookahead=lookahead)
+        return min(there, max(0, num_prompt - needed))
+
+    return tokens
