@@ -211,7 +211,11 @@ class Dispatch:
             worker.breaker.succeeded()
             if not recomputed:
                 self._offer = None
-        self.served |= {name.removeprefix("x-kvferry-"): value for name, value in headers.items() if "kvferry" in name}
+        self.served |= {
+            name.removeprefix("x-kvferry-").replace("-", "_"): value
+            for name, value in headers.items()
+            if "kvferry" in name
+        }
         self._metrics.on_route(route)
         self._metrics.on_tokens(headers)
         if route == "alone":
