@@ -1,8 +1,9 @@
 """`--kv-transfer-config` as kvferry's settings. Pure.
 
-`kv_connector_extra_config` takes: `mode` (pull, push), `strict`, `any_version`, and the parts of FerrySettings by name
-(`transfer`, `lease`, `side_channel`), each an object of settings. Whatever else it holds is refused, so that a setting
-that was misspelt is not a default that nobody wanted. `kv_load_failure_policy` is vLLM's own, and decides on_failure.
+`kv_connector_extra_config` takes `mode` (pull, push), `strict`, `any_version`, and the parts of FerrySettings by name
+(`transfer`, `lease`, `side_channel`), each an object of settings, or setting by setting as `lease.ttl_s`. Whatever else
+it holds is refused, so that a setting that was misspelt is not a default that nobody wanted. `kv_load_failure_policy`
+is vLLM's own, and decides on_failure.
 """
 
 import dataclasses
@@ -41,15 +42,7 @@ def role_of(kv_role: str | None) -> Role:
 
 def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_policy: str) -> Options:
     """Raises ConfigError with the name, the value and what is allowed."""
-    unknown = sorted(set(extra) - set(_OURS))
-    if unknown:
-        raise ConfigError(f"{_WHERE} holds {unknown[0]!r}, which kvferry does not know: it takes {', '.join(_OURS)}")
-    parts: dict[str, dict[str, Any]] = {}
-    for name in _PARTS:
-        part = extra.get(name, {})
-        if not isinstance(part, Mapping):
-            raise ConfigError(f"{_WHERE}.{name}={part!r} must be an object of settings")
-        parts[name] = dict(part)
+    parts = _parts_of(extra)
     transfer = parts["transfer"]
     if "mode" in extra:
         if "mode" in transfer:
@@ -73,6 +66,25 @@ def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_polic
         role=role_of(kv_role),
         any_version=_flag(extra, "any_version"),
     )
+
+
+def _parts_of(extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each part, however they were written."""
+    parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
+    for key, value in extra.items():
+        name, dot, setting = key.partition(".")
+        if name not in _OURS or (dot and name not in _PARTS):
+            raise ConfigError(f"{_WHERE} holds {key!r}, which kvferry does not know: it takes {', '.join(_OURS)}")
+        if name not in _PARTS:
+            continue
+        told = {setting: value} if dot else value
+        if not isinstance(told, Mapping):
+            raise ConfigError(f"{_WHERE}.{name}={value!r} must be an object of settings")
+        twice = sorted(set(told) & set(parts[name]))
+        if twice:
+            raise ConfigError(f"{_WHERE} holds {name}.{twice[0]} twice: leave one out")
+        parts[name].update(told)
+    return parts
 
 
 def _part(name: str, kind: type[Any], raw: dict[str, Any]) -> Any:
