@@ -14,6 +14,7 @@ from kvferry.errors import UnknownModel
 __all__ = ["FAMILIES", "family_of"]
 
 FAMILIES: Mapping[str, str] = {
+    "GraniteMoeHybridForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
