@@ -109,7 +109,7 @@ class Lab:
     def __init__(
         self, connector: str, python: str | None = None, *, stock: bool = False, policy: str | None = None
     ) -> None:
-        """`policy` is vLLM's kv_load_failure_policy. `stock`: the built-in connector as it is, with the three stalls of a small machine."""
+        """`policy` is vLLM's kv_load_failure_policy. `stock`: the built-in connector as it is, with all its stalls."""
         self.connector = connector
         self.dice = random.Random(20)
         self._policy = policy

@@ -16,7 +16,7 @@ from kvferry.cli.main import ExitCode
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 
-SUMMARY = "measure: engine, transfer, plan, handshake, handoff, router"
+SUMMARY = "measure: engine, transfer, plan, handshake, handoff, router, vllm"
 BENCHMARKS = {
     "engine": "tokens a second of the embedded engine, beside transformers",
     "transfer": "GB/s of direct, staged and chosen transfers, beside one long one and memcpy",
@@ -24,10 +24,11 @@ BENCHMARKS = {
     "handshake": "time and refusals of handshakes",
     "handoff": "what a hand-off costs beside one engine alone",
     "router": "what a router costs a request, beside other routers",
+    "vllm": "kvferry in vLLM, beside the connector that vLLM has (needs vLLM)",
     "calibrate": "measure this machine once, so that direct or staged is chosen well",
 }
 ALL = "all"
-_NOT_IN_ALL = {"calibrate"}
+_NOT_IN_ALL = {"calibrate", "vllm"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ COMMANDS = {
     "plan": "what would be copied between two layouts",
     "key": "make the key that engines share",
     "sim": "simulated hand-offs with faults, from a seed",
-    "bench": "measure: engine, transfer, plan, handshake, handoff, router",
+    "bench": "measure: engine, transfer, plan, handshake, handoff, router, vllm",
 }
 
 

@@ -1,0 +1,293 @@
+"""`kvferry bench vllm`: kvferry beside the connector that vLLM has, in one run, in turn, as ratios kvferry / built-in.
+
+Both connectors serve the same model from the same vLLM at the same time, each with a prefill and a decode worker; every
+request goes to one, then to the other. Three ways: pull, push after prefill, push with decode first. The built-in
+connector stalls on few cores for reasons that have nothing to do with handing over; they are taken from it (see
+bench_vllm_peer), and `--stock` shows the figures with them. Of kvferry nothing is taken but vLLM's own spinning on
+sched_yield, which is taken from both.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.bench_vllm_measures import (
+    Fleet,
+    Sample,
+    hand_over,
+    idle_cores,
+    prompt_of,
+    scatter,
+    step_times,
+    throughput,
+)
+from kvferry.cli.bench_vllm_models import KV_HEAVY, make_model
+from kvferry.cli.bench_vllm_servers import base_environment
+from kvferry.cli.bench_vllm_zygote import Zygote
+from kvferry.cli.main import ExitCode
+from kvferry.errors import ConfigError, FerryError
+
+__all__ = ["MEASURES", "QUICK_ARGS", "add_arguments", "run"]
+
+QUICK_ARGS = ("--models", "kv", "--modes", "pull", "--prompts", "512", "--repeats", "4", "--only", "ttft", "idle")
+MEASURES = ("ttft", "transfer", "step", "idle", "throughput", "memory", "handshake")
+_MODELS = ("kv", "smollm2")
+_CONNECTORS = ("builtin", "kvferry")
+_CONTEXT = 8192
+_SLOW_PROMPT = 4000
+"""SmolLM2 computes a longer prompt for most of a minute on a core: only on request."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, on what, how often."""
+    parser.add_argument("--vllm-python", help="an interpreter with vLLM (default: .venv-vllm/bin/python, or this one)")
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS),
+                        help="kv: random, much KV cache for little arithmetic; smollm2")  # fmt: skip
+    parser.add_argument("--modes", nargs="+", choices=("pull", "push"), default=["pull", "push"], help="only these")
+    parser.add_argument("--connectors", nargs="+", choices=_CONNECTORS, default=list(_CONNECTORS), help="only these")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], metavar="N", help="prompt tokens")
+    parser.add_argument("--repeats", type=int, default=5, help="of each, for each connector (default: 5)")
+    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="only these measurements")
+    parser.add_argument("--full", action="store_true", help=f"prompts above {_SLOW_PROMPT} tokens with smollm2 too")
+    parser.add_argument("--stock", action="store_true", help="also both connectors as they are, each by itself")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Model by model, mode by mode; rows as soon as they are known."""
+    if args.repeats < 1 or min(args.prompts) < 1 or max(args.prompts) > _CONTEXT - 16:
+        raise ConfigError(
+            f"--repeats {args.repeats} --prompts {args.prompts}: repeats from 1, prompts of 1 to {_CONTEXT - 16} tokens"
+        )
+    python = _python(args.vllm_python)
+    begun_s = time.monotonic()
+    zygote = Zygote(python, base_environment())
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as scratch:
+            for model in args.models:
+                for mode in args.modes:
+                    for row in _measure(args, zygote, python, _model(model, Path(scratch)), model, mode):
+                        _show(row, as_json=args.json)
+    finally:
+        zygote.close()
+    _tell(f"{time.monotonic() - begun_s:.0f} s in all")
+    return ExitCode.OK
+
+
+def _python(told: str | None) -> str:
+    if told is not None:
+        if not Path(told).exists():
+            raise ConfigError(f"--vllm-python {told!r} does not exist. Name an interpreter that can import vllm")
+        return told
+    import importlib.util
+
+    beside = Path(".venv-vllm/bin/python")
+    if beside.exists():
+        return str(beside.absolute())
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed here. Name an interpreter that has it: --vllm-python PATH")
+    return sys.executable
+
+
+def _model(name: str, scratch: Path) -> Path:
+    if name == "kv":
+        return make_model(scratch / "kv", **KV_HEAVY)
+    from kvferry.engines.mini.models import find_model
+
+    return find_model("smollm2")
+
+
+Row = dict[str, Any]
+
+
+def _measure(args: argparse.Namespace, zygote: Zygote, python: str, model: Path, name: str, mode: str) -> Iterator[Row]:
+    prompts = [one for one in args.prompts if name == "kv" or args.full or one <= _SLOW_PROMPT]
+    _tell(f"{name}, {mode}: starting {2 * len(args.connectors)} servers")
+    fleet = Fleet(zygote, python, model, mode, args.connectors, _CONTEXT, tell=_tell)
+    with fleet:
+        fleet.start()
+        for way in fleet.ways:
+            if "ttft" in args.only:
+                yield from _ttft(fleet, name, way, prompts, args.repeats)
+            if "transfer" in args.only and name == "kv" and mode == "pull":
+                yield from _transfers(fleet, name, way, max(prompts), args.repeats)
+            if "step" in args.only and name == "kv":
+                yield from _steps(fleet, name, way, max(prompts))
+            if "throughput" in args.only and name == "kv":
+                yield from _throughput(fleet, name, way)
+        if "handshake" in args.only:
+            yield from _handshakes(fleet, name)
+        if "idle" in args.only:
+            _tell(f"{name}, {mode}: idle")
+            yield from _each(fleet, name, mode, "idle", "idle_cores", idle_cores(fleet, 4.0))
+        if "memory" in args.only:
+            used = {key: sum(one.rss_mib() for one in pair) for key, pair in fleet.pairs.items()}
+            yield from _each(fleet, name, mode, "memory", "memory_mib", used)
+    if args.stock and name == "kv":
+        yield from _stock(args, zygote, python, model, name, mode, prompts)
+
+
+def _ttft(fleet: Fleet, name: str, way: str, prompts: Sequence[int], repeats: int) -> Iterator[Row]:
+    dice = random.Random(7)
+    for num_tokens in prompts:
+        samples: dict[str, list[Sample]] = {connector: [] for connector in fleet.pairs}
+        for turn in range(repeats + 1):
+            order = list(fleet.pairs) if turn % 2 else list(reversed(fleet.pairs))
+            for connector in order:
+                sample = hand_over(fleet, connector, prompt_of(dice, num_tokens), way)
+                if turn:  # the first of each length is for caches and allocators
+                    samples[connector].append(sample)
+        yield from _ttft_rows(name, way, num_tokens, samples, "")
+
+
+def _ttft_rows(name: str, way: str, num_tokens: int, samples: dict[str, list[Sample]], suffix: str) -> Iterator[Row]:
+    ttft = {key: 1e3 * statistics.median(one.first_token_s for one in rows) for key, rows in samples.items()}
+    part = {key: 1e3 * statistics.median(one.decode_part_s for one in rows) for key, rows in samples.items()}
+    for connector, rows in samples.items():
+        yield {
+            "measure": "ttft",
+            "connector": connector + suffix,
+            "mode": way,
+            "model": name,
+            "prompt_tokens": num_tokens,
+            "ttft_ms": round(ttft[connector], 2),
+            "handoff_ms": round(part[connector], 2),
+            "ttft_ratio": _ratio(ttft[connector], ttft.get("builtin")),
+            "handoff_ratio": _ratio(part[connector], part.get("builtin")),
+            "ttft_ms_min": round(1e3 * min(one.first_token_s for one in rows), 2),
+            "handoff_ms_min": round(1e3 * min(one.decode_part_s for one in rows), 2),
+            "repeats": len(rows),
+            "load": round(os.getloadavg()[0], 2),
+        }
+
+
+def _ratio(value: float, base: float | None) -> float | None:
+    return round(value / base, 3) if base else None
+
+
+def _each(
+    fleet: Fleet,
+    name: str,
+    way: str,
+    measure: str,
+    unit: str,
+    values: dict[str, float],
+    *,
+    rounded: int = 3,
+    **more: Any,
+) -> Iterator[Row]:
+    for connector, value in values.items():
+        yield {
+            "measure": measure, "connector": connector, "mode": way, "model": name, unit: round(value, rounded),
+            "ratio": _ratio(value, values.get("builtin")), **more,
+        }  # fmt: skip
+
+
+def _transfers(fleet: Fleet, name: str, way: str, num_tokens: int, repeats: int) -> Iterator[Row]:
+    """The connector's own time of a transfer: into blocks in a row, then with both sides' blocks in no order."""
+    dice = random.Random(17)
+    for blocks in ("contiguous", "scattered"):
+        if blocks == "scattered":
+            _tell(f"{name}, {way}: scattering blocks")
+            for pair in fleet.pairs.values():
+                for server in pair:
+                    scatter(server, fleet.num_blocks, dice)
+        moved: dict[str, list[float]] = {connector: [] for connector in fleet.pairs}
+        for _ in range(repeats):
+            for connector in fleet.pairs:
+                sample = hand_over(fleet, connector, prompt_of(dice, num_tokens), way, timed=True)
+                if sample.transfer_s is not None:
+                    moved[connector].append(1e3 * sample.transfer_s)
+        medians = {connector: statistics.median(values) for connector, values in moved.items() if values}
+        yield from _each(fleet, name, way, "transfer", "transfer_ms", medians, prompt_tokens=num_tokens, blocks=blocks)
+
+
+def _steps(fleet: Fleet, name: str, way: str, num_tokens: int) -> Iterator[Row]:
+    _tell(f"{name}, {way}: steps of decode while hand-offs land")
+    found: dict[str, list[Any]] = {connector: [] for connector in fleet.pairs}
+    for _ in range(2):
+        for connector in fleet.pairs:
+            found[connector].append(step_times(fleet, connector, way, num_tokens, 4))
+    for key in ("step_ms_idle", "step_ms_during", "step_ms_during_p95"):
+        values = {connector: statistics.fmean(one[key] for one in rows) for connector, rows in found.items()}
+        yield from _each(fleet, name, way, "step", key, values, prompt_tokens=num_tokens)
+
+
+def _throughput(fleet: Fleet, name: str, way: str) -> Iterator[Row]:
+    _tell(f"{name}, {way}: eight clients")
+    found: dict[str, list[float]] = {connector: [] for connector in fleet.pairs}
+    for _ in range(2):
+        for connector in fleet.pairs:
+            found[connector].append(throughput(fleet, connector, way, requests=32, clients=8, num_tokens=512))
+    values = {connector: statistics.fmean(rows) for connector, rows in found.items()}
+    yield from _each(fleet, name, way, "throughput", "requests_per_s", values, prompt_tokens=512, clients=8)
+
+
+def _handshakes(fleet: Fleet, name: str) -> Iterator[Row]:
+    """What the first hand-off of a pair costs beyond a later one."""
+    dice = random.Random(19)
+    values = {}
+    for connector in fleet.pairs:
+        later = [hand_over(fleet, connector, prompt_of(dice, 200), fleet.ways[0]).decode_part_s for _ in range(3)]
+        values[connector] = 1e3 * (fleet.first[connector].decode_part_s - statistics.median(later))
+    yield from _each(fleet, name, fleet.ways[0], "handshake", "handshake_ms", values, rounded=1)
+
+
+def _stock(
+    args: argparse.Namespace, zygote: Zygote, python: str, model: Path, name: str, mode: str, prompts: Sequence[int]
+) -> Iterator[Row]:
+    """Each connector alone with nothing taken from anybody: side by side they would starve each other."""
+    for connector in args.connectors:
+        _tell(f"{name}, {mode}: {connector} as it is")
+        dice = random.Random(23)
+        try:
+            with Fleet(zygote, python, model, mode, [connector], _CONTEXT, stock=True, tell=_tell) as fleet:
+                fleet.start()
+                for way in fleet.ways:
+                    for num_tokens in prompts[:2]:
+                        rows = [hand_over(fleet, connector, prompt_of(dice, num_tokens), way) for _ in range(3)]
+                        yield from _ttft_rows(name, way, num_tokens, {connector: rows}, "-stock")
+                yield from _each(fleet, name, mode, "idle", "idle_cores",
+                                 {f"{connector}-stock": idle_cores(fleet, 4.0)[connector]})  # fmt: skip
+        except FerryError as error:
+            yield {
+                "measure": "ttft",
+                "connector": f"{connector}-stock",
+                "mode": mode,
+                "model": name,
+                "error": str(error),
+            }
+
+
+def _show(row: Row, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(row), flush=True)
+        return
+    if "error" in row:
+        print(f"{row['model']:8}{row['mode']:11}{row['connector']:14} {row['error']}", flush=True)
+    elif row["measure"] == "ttft":
+        print(f"{row['model']:8}{row['mode']:11}{row['connector']:14}{row['prompt_tokens']:6} tokens  "
+              f"ttft {row['ttft_ms']:9.1f} ms {_times(row['ttft_ratio'])}  "
+              f"decode's part {row['handoff_ms']:8.1f} ms {_times(row['handoff_ratio'])}", flush=True)  # fmt: skip
+    else:
+        told = {
+            key: value for key, value in row.items() if key not in ("measure", "connector", "mode", "model", "ratio")
+        }
+        text = " ".join(f"{key}={value}" for key, value in told.items())
+        print(f"{row['model']:8}{row['mode']:11}{row['connector']:14}{text} {_times(row['ratio'])}", flush=True)
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"(x {ratio:.2f})"
+
+
+def _tell(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
