@@ -27,6 +27,8 @@ _ORDER = (
 In push mode decode's `handshake` runs while prefill computes, and it is prefill that the request waits for. A request
 to a worker owns what none of its stages explains: the network, reading and writing HTTP.
 """
+_LEAST_S = 1e-7
+"""Less is the rounding of clocks set right, not a part of anything."""
 _RANK = {key: rank for rank, key in enumerate(_ORDER)}
 
 
@@ -49,6 +51,8 @@ def breakdown(spans: Sequence[Span]) -> list[Share]:
     )
     owned: dict[tuple[str, str], float] = {}
     for begin_s, end_s in pairwise(edges):
+        if end_s - begin_s < _LEAST_S:
+            continue
         running = [(one.lane, one.name) for one in spans if one.begin_s <= begin_s and one.end_s >= end_s]
         owner = min(running, key=lambda key: _RANK.get(key, len(_ORDER)))
         owned[owner] = owned.get(owner, 0.0) + end_s - begin_s

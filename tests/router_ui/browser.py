@@ -1,0 +1,143 @@
+"""A real Chromium, driven over its DevTools protocol: https://chromedevtools.github.io/devtools-protocol/."""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+__all__ = ["Page", "a_page", "chromium_path"]
+
+_KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39,
+         "ArrowDown": 40, "Escape": 27}  # fmt: skip
+
+
+def chromium_path() -> str | None:
+    """Where Chromium is, or None."""
+    names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._session: str | None = None
+        self._serial = 0
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.complaints: list[str] = []
+        """Exceptions and errors in the page's console."""
+
+    async def open(self) -> None:
+        """A tab of its own."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            await self.call(f"{domain}.enable")
+
+    async def pump(self) -> None:
+        """Take what the browser says, until it ends."""
+        async for message in self._socket:
+            told = json.loads(message.data)
+            if (future := self._waiting.pop(told.get("id"), None)) is not None and not future.done():
+                future.set_result(told)
+            elif told.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(told["params"]["exceptionDetails"])[:500])
+            elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
+                self.complaints.append(told["params"]["entry"]["text"])
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command. Raises AssertionError with what the browser says."""
+        self._serial += 1
+        future = self._waiting[self._serial] = asyncio.get_running_loop().create_future()
+        message = {"id": self._serial, "method": method, "params": params}
+        await self._socket.send_json(message if self._session is None else {**message, "sessionId": self._session})
+        told = await asyncio.wait_for(future, 30)
+        assert "error" not in told, (method, told["error"])
+        result: dict[str, Any] = told["result"]
+        return result
+
+    async def go(self, url: str) -> None:
+        """Load a page."""
+        await self.call("Page.navigate", url=url)
+
+    async def js(self, expression: str) -> Any:
+        """The value of an expression; a promise is waited for."""
+        told = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in told, told["exceptionDetails"]
+        return told["result"].get("value")
+
+    async def until(self, expression: str, timeout_s: float = 15.0) -> Any:
+        """Wait until an expression is true; its value."""
+        async with asyncio.timeout(timeout_s):
+            while not (value := await self.js(expression)):
+                await asyncio.sleep(0.05)
+        return value
+
+    async def press(self, key: str) -> None:
+        """A key, as a person presses it."""
+        code = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": _KEYS[key]}
+        text = {"Enter": "\r", " ": " "}.get(key)
+        await self.call("Input.dispatchKeyEvent", type="keyDown", **code, **({"text": text} if text else {}))
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **code)
+
+    async def type(self, text: str) -> None:
+        """Characters into what has the focus."""
+        await self.call("Input.insertText", text=text)
+
+    async def prefer(self, scheme: str) -> None:
+        """`light` or `dark`, as the system says."""
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    async def size(self, width: int, height: int) -> None:
+        """Of the window, in pixels."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+
+    async def picture(self, path: Path) -> None:
+        """The whole page, as PNG."""
+        told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(told["data"]))
+
+
+@asynccontextmanager
+async def a_page(chromium: str, scratch: Path) -> AsyncIterator[Page]:
+    """A tab in a Chromium that ends with the context."""
+    process = await asyncio.create_subprocess_exec(
+        chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--no-proxy-server", "--remote-debugging-port=0", f"--user-data-dir={scratch / 'profile'}", "about:blank",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None, "it is a pipe"
+    try:
+        async with asyncio.timeout(60):
+            address = b""
+            while not address:
+                line = await process.stderr.readline()
+                assert line, "Chromium ended at its start"
+                if line.startswith(b"DevTools listening on "):
+                    address = line.split()[-1]
+        drain = asyncio.create_task(process.stderr.read())
+        async with aiohttp.ClientSession() as session, session.ws_connect(address.decode(), max_msg_size=0) as socket:
+            page = Page(socket)
+            pump = asyncio.create_task(page.pump())
+            try:
+                await page.open()
+                yield page
+            finally:
+                pump.cancel()
+                await asyncio.gather(pump, return_exceptions=True)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await asyncio.gather(drain, return_exceptions=True)
