@@ -272,7 +272,7 @@ class Dispatch:
         except MalformedMessage as error:
             raise WorkerFailed(prefill, f"returned {error}", reached=True) from error
         if prefill.info is not None and prefill.info.kind == "vllm":
-            prefill.learned = learned_from(told)
+            prefill.learn(learned_from(told))
         if told.first_token is not None and decode.can("first-token"):
             await self._say_first_token(raw, prefill, decode, "pull")
         return ticket
@@ -374,8 +374,9 @@ class Dispatch:
             return  # decode knows from the wire, or answers by its own means
         told = told_in(answer.params)
         if prefill.info is not None and prefill.info.kind == "vllm":
-            before, prefill.learned = prefill.learned, learned_from(told)
-            if before is not None and (before.engine, before.port) != (prefill.learned.engine, prefill.learned.port):
+            before, now = prefill.learned, learned_from(told)
+            prefill.learn(now)
+            if before is not None and (before.engine, before.port) != (now.engine, now.port):
                 raise WorkerFailed(prefill, "has restarted: decode waits for another process", reached=True)
         # Where the hand-off fails decode draws a token of its own: only a greedy one is the same again.
         if decode.can("first-token") and self._body.greedy and not self._begun:

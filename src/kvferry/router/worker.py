@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from kvferry.http.records import WorkerInfo
 from kvferry.router.breaker import Breaker
 from kvferry.router.settings import RouterSettings
@@ -125,6 +127,12 @@ class Worker:
         if self.info is not None and self.info.mode is not None:
             return self.info.mode
         return self.learned.mode if self.learned is not None else None
+
+    def learn(self, learned: Learned) -> None:
+        """Its parameters said this of it."""
+        self.learned = learned
+        if learned.engine and self.info is not None and self.info.engine != learned.engine:
+            self.info = msgspec.structs.replace(self.info, engine=learned.engine)
 
     @property
     def why_unusable(self) -> str | None:

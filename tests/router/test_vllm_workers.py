@@ -1,0 +1,147 @@
+"""In front of stock vLLM servers: mode and address are learned from what prefill returns, never guessed (R15, R16)."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvferry.router.probe import metrics_of_vllm
+from kvferry.settings import TransferMode
+from tests.engines.scripted_engine import until
+from tests.router.scripted_vllm import VllmServer
+from tests.router.scripted_worker import a_decode, a_prefill, fleet
+from tests.router.test_dispatch import BODY, post
+
+
+def a_pair(mode: str) -> tuple[VllmServer, VllmServer]:
+    p = VllmServer("engine-p", "prefill", mode)
+    return p, VllmServer("engine-d", "decode", mode, partner=p)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_pull_copies_the_parameters_byte_for_byte(path: str) -> None:  # R15 R16
+    p, d = a_pair("pull")
+    async with fleet(p, d) as (url, router):
+        for _ in range(2):
+            response, _raw = await post(url, BODY, path)
+            assert (response.status, response.headers["x-kvferry-route"]) == (200, "pull")
+        assert router.fleet.prefill[0].mode is TransferMode.PULL
+    ticket = p.asked[0].body["kv_transfer_params"]
+    assert (ticket["do_remote_decode"], ticket["do_remote_prefill"], ticket["remote_engine_id"]) == (True, False, None)
+    assert d.asked[0].body["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
+    assert [len(p.asked), len(d.asked)] == [2, 2]
+    assert response.headers["x-kvferry-prefill"] == "engine-p"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_once(path: str) -> None:  # R16 R17
+    p, d = a_pair("push")
+    async with fleet(p, d) as (url, router):
+        assert router.fleet.prefill[0].mode is None  # nothing that it says tells it
+        first, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
+        assert (first.status, first.headers["x-kvferry-route"]) == (200, "pull")  # P then D: known to work with both
+        assert router.fleet.prefill[0].mode is TransferMode.PUSH
+        second, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
+        _third, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
+        assert (second.status, second.headers["x-kvferry-route"]) == (200, "push")
+        assert second.headers["X-Request-Id"] == "r1"
+    to_p, to_d = p.asked[1], d.asked[1]
+    told = to_d.body["kv_transfer_params"]
+    both = to_d.headers["x-request-id"]
+    assert both == to_p.headers["x-request-id"]
+    assert both.startswith("r1-")
+    assert both != d.asked[2].headers["x-request-id"], "a client may send an id again, and the two match by it"
+    expected: dict[str, Any] = {
+        "do_remote_prefill": True, "remote_engine_id": "engine-p", "remote_host": "10.0.0.9", "remote_port": 5600,
+        "tp_size": 2, "pp_size": 3, "remote_request_id": f"chatcmpl-{both}" if "chat" in path else f"cmpl-{both}-0",
+    }  # fmt: skip
+    assert {name: told[name] for name in expected} == expected
+
+
+async def test_push_leaves_both_at_once() -> None:
+    p, d = a_pair("push")
+    async with fleet(p, d) as (url, _):
+        for _ in range(20):
+            await post(url, BODY)
+    gaps = [abs(a.at_s - b.at_s) for a, b in zip(p.asked[1:], d.asked[1:], strict=True)]
+    assert sorted(gaps)[len(gaps) // 2] < 0.001
+
+
+async def test_a_restart_is_learned_anew() -> None:
+    p, d = a_pair("push")
+    async with fleet(p, d) as (url, router):
+        await post(url, BODY)
+        p.name, p.started = "engine-new", 2000.0
+        await until(lambda: router.fleet.prefill[0].mode is None)
+        response, _ = await post(url, BODY)
+        assert (response.status, response.headers["x-kvferry-route"]) == (200, "pull")
+        response, _ = await post(url, BODY)
+        assert response.headers["x-kvferry-route"] == "push"
+
+
+async def test_a_restart_that_was_not_seen_yet_does_not_leave_decode_waiting() -> None:
+    p, d = a_pair("push")
+    async with fleet(p, d) as (url, _):
+        await post(url, BODY)
+        p.name = "engine-new"  # the same start time: only its parameters tell
+        d.partner = p
+        response, _ = await asyncio.wait_for(post(url, BODY), 5)
+    assert response.status == 200
+
+
+async def test_what_a_vllm_server_says_of_itself() -> None:
+    p, d = a_pair("pull")
+    d.running, d.waiting, d.usage = 3, 1, 0.5
+    async with fleet(p, d) as (url, router), aiohttp.ClientSession() as session:
+        view = await (await session.get(f"{url}/v1/kvferry")).json()
+        worker = router.fleet.decode[0]
+        assert (worker.load, worker.free_blocks) == (4, 50)
+    told = view["workers"][1]
+    assert (told["kind"], told["version"], told["model"], told["mode"]) == ("vllm", "0.32.0", "tiny", None)
+
+
+async def test_other_versions_and_other_engines_are_not_paired() -> None:
+    p, d = a_pair("pull")
+    d.version = "0.31.0"
+    async with fleet(p, d) as (url, _):
+        response, _ = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "vLLM version" in response.headers["x-kvferry-why"]
+    assert "'0.32.0'" in response.headers["x-kvferry-why"]
+
+    async with fleet(VllmServer("p", "prefill"), a_decode()) as (url, _):
+        response, _ = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "pair servers of one kind" in response.headers["x-kvferry-why"]
+
+
+async def test_several_choices_are_not_handed_over_to_vllm() -> None:
+    p, d = a_pair("pull")
+    async with fleet(p, d) as (url, _):
+        response, _ = await post(url, {**BODY, "n": 2})
+    assert p.asked == []
+    assert response.headers["x-kvferry-route"] == "local"
+    assert "kv_transfer_params" not in d.asked[0].body
+
+
+async def test_a_fleet_of_both_serves_each_with_its_own() -> None:
+    ours = [a_prefill("p0"), a_decode("d0")]
+    theirs = a_pair("pull")
+    async with fleet(*ours, *theirs) as (url, _):
+        pairs = set()
+        for _ in range(8):
+            response, _raw = await post(url, BODY)
+            pairs.add((response.headers["x-kvferry-prefill"], response.headers["x-kvferry-decode"][:4]))
+            assert response.headers["x-kvferry-route"] == "pull"
+    assert pairs == {("p0", "d0"), ("engine-p", "vllm")}
+
+
+def test_metrics_of_vllm() -> None:
+    text = b"""vllm:num_requests_running{engine="0"} 2.0
+vllm:num_requests_running{engine="1"} 3.0
+vllm:kv_cache_usage_perc{engine="0"} NaN
+other 1
+vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0
+"""
+    assert metrics_of_vllm(text) == {"running": 5.0, "block_size": 16.0}
