@@ -71,7 +71,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
         want = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0, -1], -1)
     model = load_model(EngineSettings(model=str(directory), dtype="float32"))
     for chunk in (7, 128):
-        settings = EngineSettings(num_blocks=20, max_batch_tokens=chunk, prefix_caching=False)
+        settings = EngineSettings(num_blocks=64, max_batch_tokens=chunk, prefix_caching=False)
         engine = Engine(
             model,
             LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
@@ -196,7 +196,7 @@ def _edit_config(model: Path, **changes: Any) -> None:
 
 def test_unknown_architecture_lists_the_known(model: Path) -> None:
     _edit_config(model, architectures=["MambaForCausalLM"])
-    with pytest.raises(UnknownModel, match=r"'MambaForCausalLM' is unknown\. Known: LlamaForCausalLM, Mistral"):
+    with pytest.raises(UnknownModel, match=r"'MambaForCausalLM' is unknown\. Known: .*LlamaForCausalLM, Mistral"):
         _load(model)
 
 
@@ -309,7 +309,7 @@ def test_the_layout_names_every_byte(tiny_model: LoadedModel) -> None:
             + head.stride_bytes
             + 5 * dim.stride_bytes
         )
-        cache.data[3, layer, part, 1, 7, 5] = 42.0
+        cache.view(f"layers.{layer}.attn", "kv"[part])[3, 1, 7, 5] = 42.0
         assert flat[at : at + 4].view(torch.float32).item() == 42.0
         cache.data.zero_()
 

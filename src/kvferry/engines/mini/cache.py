@@ -11,7 +11,10 @@ from math import lcm, prod
 
 import torch
 
+from kvferry.engines.mini.families import family_of
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig
+from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.specs import CachePart, GroupSpec, LayerCache, attention_parts, make_groups
 from kvferry.errors import ConfigError
@@ -123,6 +126,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.placement = place(layers, groups, block_tokens)
+        self.windows = {layer.layer: layer.window_tokens for layer in layers}
+        """How many tokens back each layer sees, itself included; None: all."""
         self._rank = rank or Rank()
         dtypes = {part.dtype for part, _, _ in self.placement.parts.values()}
         # Of several dtypes the bytes are all that they have in common.
@@ -146,14 +151,9 @@ class KVCache:
     def create(
         cls, config: ModelConfig, settings: EngineSettings, dtype: torch.dtype, device: torch.device
     ) -> "KVCache":
-        """For a whole model of the Llama family."""
-        layers = dense_layers(config, dtype)
-        cache = cls.sized(layers, make_groups(layers), settings, device)
-        cache.config = config
-        cache.data = cache.data.view(
-            cache.num_blocks, config.num_layers, 2, config.num_kv_heads, cache.block_tokens, config.head_dim
-        )
-        return cache
+        """For a whole model."""
+        layers = family_of(config.architecture).caches(config, Shard(), KvFormat(dtype))
+        return cls.sized(layers, make_groups(layers), settings, device)
 
     @classmethod
     def sized(

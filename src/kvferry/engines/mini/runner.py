@@ -9,37 +9,37 @@ from kvferry.engines.mini.attention import StepBatch
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
 from kvferry.engines.mini.pages import LayerPages
-from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.specs import ShareInput
 
 __all__ = ["Runner"]
 
 
 class Runner:
-    """Weights and cache on one device. Keeps nothing between steps."""
+    """Weights and cache on one device. Keeps nothing of requests between steps."""
 
-    def __init__(self, network: Network, cache: KVCache, shard: Shard | None = None) -> None:
+    def __init__(self, network: Network, cache: KVCache) -> None:
         self._network = network
         self._cache = cache
-        self._shard = shard or Shard()
         self._pages: dict[str, LayerPages] = {}
 
     @torch.inference_mode()
-    def run(self, shares: Sequence[ShareInput], hidden: torch.Tensor | None = None) -> torch.Tensor | None:
+    def run(
+        self, shares: Sequence[ShareInput], hidden: torch.Tensor | None = None, *, last: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the KV of all tokens of some shares, of which those of one token come first.
 
-        `hidden`: on later stages, what the stage before returned. On the last stage: logits of the last `num_logits`
-        tokens of each share, [rows, vocab_size] in float32, or None. On others: hidden states [tokens, hidden].
+        `hidden`: on later stages, what the stage before returned; `last`: whether this is the last stage. Returns
+        hidden states [tokens, hidden], and on the last stage logits of the last `num_logits` tokens of each share,
+        [rows, vocab_size] in float32, or None.
         """
         batch = StepBatch(self._cache, shares, self._network.dtype, self._pages)
         if hidden is None:
             tokens = list(chain.from_iterable(share.token_ids for share in shares))
             hidden = torch.tensor(tokens, device=self._cache.device)
         hidden = self._network.forward(hidden, batch)
-        if not self._shard.is_last:
-            return hidden
-        end, wanted = 0, []
-        for share in shares:
+        end = 0
+        wanted: list[int] = []
+        for share in shares if last else ():
             end += share.stop - share.start
             wanted += range(end - share.num_logits, end)
-        return self._network.logits(hidden[wanted]) if wanted else None
+        return hidden, self._network.logits(hidden[wanted]) if wanted else None

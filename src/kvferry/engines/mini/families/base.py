@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import torch
 
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.linear import Linear
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard
+from kvferry.engines.mini.specs import LayerCache
 
 __all__ = ["Batch", "Family", "Network", "Sequences", "Weights"]
 
@@ -27,10 +29,7 @@ class Sequences:
     """One behind each request's last row."""
 
     slots: torch.Tensor
-    """[requests] Which state is each one's: an index into the first axis of `Batch.state`."""
-
-    begins: torch.Tensor
-    """[requests] Whether the request begins here, at its token 0: then its state is all zeros, whatever is stored."""
+    """[requests] Which state is each one's: an index into the first axis of `Batch.state`. All zeros at token 0."""
 
 
 class Batch(Protocol):
@@ -52,11 +51,9 @@ class Batch(Protocol):
         values: torch.Tensor,
         *,
         scale: float | None = None,
-        softcap: float | None = None,
     ) -> torch.Tensor:
         """Store keys and values [tokens, kv_heads, dim]; what queries [tokens, heads, dim] see in the layer's window,
-        themselves included: [tokens, heads * dim]. `scale`: of the scores; None: 1 / sqrt(dim). `softcap`: scores
-        become softcap * tanh(score / softcap)."""
+        themselves included: [tokens, heads * dim]. `scale`: of the scores; None: 1 / sqrt(dim)."""
         ...
 
     def attend_latent(
@@ -78,10 +75,9 @@ class Batch(Protocol):
 class Network(Protocol):
     """The layers of one rank: a tensor-parallel share of one pipeline stage. Holds no state of any request."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """What was built."""
-        ...
+    config: ModelConfig
+    dtype: torch.dtype
+    """Of the computation."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden]. On the first stage, and on the last one where it shares the matrix with the head."""
@@ -133,6 +129,10 @@ class Family(Protocol):
 
     def expected_tensors(self, config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Name and shape of every tensor that a checkpoint of this config must have."""
+        ...
+
+    def caches(self, config: Any, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
+        """What the layers of one rank keep, in their order. Of the whole model for Shard(); no weights are needed."""
         ...
 
     def build(self, config: Any, weights: Weights, shard: Shard) -> Network:

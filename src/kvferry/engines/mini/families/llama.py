@@ -12,12 +12,14 @@ import torch
 from torch.nn import functional
 
 from kvferry.engines.mini.families.base import Batch, Weights
-from kvferry.engines.mini.families.parts import Ends, GatedMlp, add_output, rows_of, split_heads
+from kvferry.engines.mini.families.parts import Ends, GatedMlp, add_output, output, rows_of, split_heads
 from kvferry.engines.mini.families.rope import rope_tables, turn
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig, common_entries
 from kvferry.engines.mini.parallel import Shard
+from kvferry.engines.mini.specs import LayerCache
 
-__all__ = ["Attention", "Llama", "LlamaConfig", "build", "expected_tensors", "read"]
+__all__ = ["Attention", "Llama", "LlamaConfig", "build", "caches", "expected_tensors", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,16 @@ def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]
             yield f"{layer}.self_attn.k_norm.weight", (config.head_dim,)
 
 
+def caches(config: ModelConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
+    """See base.Family."""
+    held = split_heads(config.num_heads, config.num_kv_heads, shard).kv
+    heads = (held.extent, held.start, held.stop)
+    return tuple(
+        kv.attention(f"layers.{i}.attn", heads, config.head_dim, config.windows[i])
+        for i in shard.layers(config.num_layers)
+    )
+
+
 def build(config: LlamaConfig, weights: Weights, shard: Shard) -> "Llama":
     """See base.Family."""
     return Llama(config, weights, shard)
@@ -135,20 +147,30 @@ class Attention:
         self, x: torch.Tensor, residual: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """residual + attention(x). `table`: cosine and sine of the batch's positions; None: nothing is turned."""
+        return add_output(self._output, self._mixed(x, batch, table), residual, self._shard)
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
+        """attention(x) alone."""
+        return output(self._output, self._mixed(x, batch, table), self._shard)
+
+    def _mixed(
+        self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._dim)
         turned = qkv[:, : self._num_turned]  # queries and keys
         if self._norms is not None:
             turned = functional.rms_norm(turned, (self._dim,), None, self._eps) * self._norms
         if table is not None:
             turned = turn(turned, *table)
-        mixed = batch.attend(
+        return batch.attend(
             self._layer,
             turned[:, : self._num_heads],
             turned[:, self._num_heads :],
             qkv[:, self._num_turned :],
             scale=self._scale,
         )
-        return add_output(self._output, mixed, residual, self._shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +186,7 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, weights: Weights, shard: Shard) -> None:
         self.config = config
+        self.dtype = weights.dtype
         self._ends = Ends(weights, config, shard)
         self._first = shard.is_first
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
