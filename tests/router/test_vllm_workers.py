@@ -59,15 +59,6 @@ async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_on
     assert {name: told[name] for name in expected} == expected
 
 
-async def test_push_leaves_both_at_once() -> None:
-    p, d = a_pair("push")
-    async with fleet(p, d) as (url, _):
-        for _ in range(20):
-            await post(url, BODY)
-    gaps = [abs(a.at_s - b.at_s) for a, b in zip(p.asked[1:], d.asked[1:], strict=True)]
-    assert sorted(gaps)[len(gaps) // 2] < 0.001
-
-
 async def test_a_restart_is_learned_anew() -> None:
     p, d = a_pair("push")
     async with fleet(p, d) as (url, router):
