@@ -164,16 +164,16 @@ class Lab:
             try:
                 one.wait_ready()
             except FerryError:
-                self.end_pair()
+                self.end_pair(keep_logs=True)
                 raise
         self._pair.mark_logs()
         return self._pair
 
-    def end_pair(self) -> None:
+    def end_pair(self, *, keep_logs: bool = False) -> None:
         """End both servers, if there are any."""
         if self._pair is not None:
             for one in self._pair.both:
-                one.stop(grace_s=0)
+                one.stop(grace_s=0, keep_log=keep_logs)
         self._pair = self._key = None
 
     def forget_pair(self) -> None:

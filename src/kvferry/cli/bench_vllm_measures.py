@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +55,7 @@ class Fleet:
     pairs: dict[str, tuple[VllmServer, VllmServer]] = field(default_factory=dict)
     first: dict[str, Sample] = field(default_factory=dict)
     """The first hand-off of each pair, with the handshake in it."""
-    _cleanup: ExitStack = field(default_factory=ExitStack)
+    _servers: list[VllmServer] = field(default_factory=list)
 
     def start(self) -> "Fleet":
         """All servers side by side, then one short hand-off each, so that everything is warm."""
@@ -65,7 +64,7 @@ class Fleet:
                 VllmServer(self._spec(connector, role), self.tell, self.zygote) for role in ("prefill", "decode")
             ]
             for one in servers:
-                self._cleanup.callback(one.stop, 0.0)
+                self._servers.append(one)
                 one.start()
             self.pairs[connector] = (servers[0], servers[1])
         for pair in self.pairs.values():
@@ -98,7 +97,8 @@ class Fleet:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._cleanup.close()
+        for one in self._servers:
+            one.stop(0.0, keep_log=error is not None)
 
 
 def prompt_of(dice: random.Random, num_tokens: int) -> list[int]:

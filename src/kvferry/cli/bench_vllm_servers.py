@@ -8,6 +8,7 @@ was killed. Knows nothing of vLLM but its command line and its HTTP.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -295,8 +296,10 @@ class VllmServer:
         self._await_end(10.0)
         self._unlink_shared_memory()
 
-    def stop(self, grace_s: float = 8.0) -> None:
+    def stop(self, grace_s: float = 8.0, *, keep_log: bool = False) -> None:
         """SIGTERM, then SIGKILL to what is left, then remove the shared memory that was theirs. Never raises."""
+        if not keep_log:
+            shutil.rmtree(self.log_path.parent, ignore_errors=True)
         if self._process is None:
             return
         self._note_shared_memory()
@@ -340,4 +343,4 @@ class VllmServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.stop()
+        self.stop(keep_log=error is not None)
