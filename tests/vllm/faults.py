@@ -449,6 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--connector", choices=("builtin", "kvferry"), default="kvferry")
     parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="only these rows")
     parser.add_argument("--vllm-python", help="the interpreter that has vLLM")
+    parser.add_argument("--policy", choices=("fail", "recompute"), help="kv_load_failure_policy; vLLM's own is fail")
     parser.add_argument(
         "--stock", action="store_true", help="the built-in connector with the stalls of a small machine"
     )
