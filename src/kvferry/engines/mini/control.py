@@ -4,6 +4,7 @@ A frame is two lengths, a pickled record, and raw bytes (logits). Pickle is for 
 program, started by one user, on a socket that has no name. Nothing that a peer sent comes this way undecoded.
 """
 
+import contextlib
 import pickle
 import socket
 import struct
@@ -186,6 +187,11 @@ class Channel:
                 raise EOFError("the other end of the control channel is gone")
             view = view[got:]
         return found
+
+    def hang_up(self) -> None:
+        """Both ends see the end of it; what waits in `receive` or `send` returns. Idempotent, any thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -5,6 +5,7 @@ import torch
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.cache_plan import agreed_blocks, check_parallel, groups_of, layers_of
 from kvferry.engines.mini.executor import Executor, LocalExecutor
+from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.loading import ModelCard, load_model, open_model
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.ranks import ProcessExecutor
@@ -13,8 +14,8 @@ from kvferry.engines.mini.settings import EngineSettings
 __all__ = ["equip"]
 
 
-def equip(settings: EngineSettings) -> tuple[ModelCard, Executor]:
-    """Load the model and make the cache: here, or in rank processes. Blocks.
+def equip(settings: EngineSettings, launcher: Launcher | None = None) -> tuple[ModelCard, Executor]:
+    """Load the model and make the cache: here, or in rank processes. Blocks. `launcher`: see ProcessExecutor.
 
     Raises UnknownModel or ConfigError, where it can be before a process is started; then nothing is left behind.
     """
@@ -27,6 +28,6 @@ def equip(settings: EngineSettings) -> tuple[ModelCard, Executor]:
         return model, LocalExecutor(model.network, cache)
     card = open_model(settings)
     check_parallel(card.config, settings)
-    executor = ProcessExecutor(settings, num_blocks=agreed_blocks(card.config, card.dtype, settings))
+    executor = ProcessExecutor(settings, num_blocks=agreed_blocks(card.config, card.dtype, settings), launcher=launcher)
     executor.start()
     return card, executor

@@ -1,4 +1,4 @@
-"""One rank in a process of its own: `python -m kvferry.engines.mini.rank_process FD`, started by ranks.ProcessExecutor.
+"""One rank in a process of its own, forked by `python -m kvferry.engines.mini.rank_process FD` (see launcher.py).
 
 Its life:  Start -> meet the other ranks -> load -> Loaded -> (Connect -> Connected) -> steps, in turn -> Close.
 
@@ -8,6 +8,7 @@ nobody polls. When the engine's process is gone, the control socket ends and the
 main thread is waiting for.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -41,6 +43,7 @@ from kvferry.engines.mini.control import (
     StepDone,
 )
 from kvferry.engines.mini.executor import Rank
+from kvferry.engines.mini.launcher import serve
 from kvferry.engines.mini.loading import load_model
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
@@ -192,13 +195,13 @@ def _set_threads(settings: EngineSettings) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (settings.tp * settings.pp)))
 
 
-def main(argv: list[str]) -> int:
-    """The child's main. `argv`: the number of the inherited control socket."""
-    # Ctrl-C goes to every process of a terminal: when and how ranks end is the engine's word alone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(argv[0])))
-    start, _ = channel.receive()
+def become(descriptor: int) -> NoReturn:
+    """The main of a rank: `descriptor` is its control socket."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        start, _ = channel.receive()
+    except (EOFError, OSError):
+        os._exit(_ORPHANED)
     logging.basicConfig(
         level=start.log_level,
         format=f"%(asctime)s %(levelname).1s rank{start.index} %(name)s %(message)s",
@@ -211,10 +214,19 @@ def main(argv: list[str]) -> int:
         code = _FAILED
         if not isinstance(error, FerryError):
             logger.exception("rank has failed")
-        channel.send(RankFailed(type(error).__name__, str(error)))
+        with contextlib.suppress(OSError):
+            channel.send(RankFailed(type(error).__name__, str(error)))
     logging.shutdown()
     # Not by the interpreter's own end: threads of torch, gloo and the transport may still be in their calls.
     os._exit(code)
+
+
+def main(argv: list[str]) -> None:
+    """The main of the launcher. `argv`: the number of the inherited socket."""
+    # Ctrl-C goes to every process of a terminal: when and how ranks end is the engine's word alone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serve(socket.socket(fileno=int(argv[0])), become)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ import pickle
 import selectors
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -44,6 +42,7 @@ from kvferry.engines.mini.control import (
     StepDone,
 )
 from kvferry.engines.mini.executor import ConnectorStart, OnPeerLost, StepOutcome
+from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.specs import StepInput
 from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
@@ -57,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 20.0
 """For a rank that was told to close: its worker half says goodbye to peers. Then it is killed."""
+_KILLED_S = 5.0
 _CONNECT_S = 120.0
 _OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "UnknownModel": UnknownModel}
 
@@ -64,9 +64,9 @@ _OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "Un
 class _Rank:
     """What the engine's process has of one rank."""
 
-    def __init__(self, index: int, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(self, index: int, pid: int, channel: Channel) -> None:
         self.index = index
-        self.process = process
+        self.pid = pid
         self.channel = channel
         self.loaded: Loaded | None = None
         self.connected: Connected | None = None
@@ -74,23 +74,17 @@ class _Rank:
         self.drained_at = -1
         """Number of the last step whose orders it had taken when it said that it is drained."""
 
-    def end_status(self) -> str:
-        """How the process ended, in words; it is ending now."""
-        try:
-            code = self.process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            return "closed its control channel"
-        return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-
 
 class ProcessExecutor:
     """See executor.Executor."""
 
-    def __init__(self, settings: EngineSettings, *, num_blocks: int) -> None:
+    def __init__(self, settings: EngineSettings, *, num_blocks: int, launcher: Launcher | None = None) -> None:
+        """`launcher`: one that outlives this executor; None: one of its own."""
         self._settings = settings
+        self._given_launcher = launcher
         self._num_blocks = num_blocks
         self._ranks: list[_Rank] = []
-        self._directory: str | None = None
+        self._launcher: Launcher | None = None
         self._news = threading.Condition()
         self._outcomes: deque[StepOutcome] = deque()
         self._reports: deque[StepReport] = deque()
@@ -108,36 +102,33 @@ class ProcessExecutor:
 
         After an error nothing is left behind.
         """
-        self._directory = tempfile.mkdtemp(prefix="kvferry-ranks-")
+        directory = tempfile.mkdtemp(prefix="kvferry-ranks-")
         try:
+            self._launcher = self._given_launcher or Launcher()
             for index in range(self._settings.tp * self._settings.pp):
-                self._spawn(index, os.path.join(self._directory, "store"))
+                self._start_rank(index, os.path.join(directory, "store"))
             self._reader.start()
             self._await(lambda: all(rank.loaded for rank in self._ranks), None, "loaded")
         except BaseException:
             self.close()
             raise
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)  # they have met
+            shutil.rmtree(directory, ignore_errors=True)  # they have met
         logger.info(
             "ranks loaded tp=%s pp=%s pids=%s", self._settings.tp, self._settings.pp, ",".join(map(str, self.pids))
         )
 
-    def _spawn(self, index: int, store: str) -> None:
+    def _start_rank(self, index: int, store: str) -> None:
+        assert self._launcher is not None, "start() has made it"
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "kvferry.engines.mini.rank_process", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                )
-            except OSError as error:
+                pid = self._launcher.start(theirs)
+            except BaseException:
                 ours.close()
-                raise ConfigError(f"rank {index} cannot be started: {error}. Lower --tp or --pp.") from error
+                raise
         ours.settimeout(self._settings.rank_timeout_s)
-        rank = _Rank(index, process, Channel(ours))
+        rank = _Rank(index, pid, Channel(ours))
         self._ranks.append(rank)
         level = logging.getLogger("kvferry").getEffectiveLevel()
         self._send(rank, Start(index, self._settings, self._num_blocks, store, level))
@@ -163,7 +154,7 @@ class ProcessExecutor:
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the rank processes, in order."""
-        return tuple(rank.process.pid for rank in self._ranks)
+        return tuple(rank.pid for rank in self._ranks)
 
     # ---- Executor
 
@@ -213,23 +204,41 @@ class ProcessExecutor:
         with self._news:
             self._closing = True
         for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                if self._lost is None and rank.loaded is not None:
+            if self._lost is None and rank.loaded is not None:
+                with contextlib.suppress(OSError):
                     rank.channel.send(Close())
-                else:
-                    rank.process.kill()
-        end_s = time.monotonic() + _CLOSE_S
-        for rank in self._ranks:
-            try:
-                rank.process.wait(max(0.0, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                logger.warning("rank does not end rank=%s pid=%s after_s=%g", rank.index, rank.process.pid, _CLOSE_S)
-                rank.process.kill()
-                rank.process.wait()
+            else:
+                self._kill(rank)
+        if self._launcher is not None:
+            self._reap(self._launcher)
         if self._reader.is_alive() and threading.current_thread() is not self._reader:
             self._reader.join()  # every channel has ended
         for rank in self._ranks:
             rank.channel.close()
+        if self._launcher is not None and self._given_launcher is None:
+            self._launcher.close()
+
+    def _reap(self, launcher: Launcher) -> None:
+        end_s = time.monotonic() + _CLOSE_S
+        for rank in self._ranks:
+            if launcher.wait(rank.pid, max(0.0, end_s - time.monotonic())) is None:
+                if launcher.running:
+                    logger.warning("rank does not end rank=%s pid=%s after_s=%g", rank.index, rank.pid, _CLOSE_S)
+                self._kill(rank)
+                launcher.wait(rank.pid, _KILLED_S)
+
+    def _kill(self, rank: _Rank) -> None:
+        """Twice: where nobody can kill it any more, it ends because its control channel does."""
+        if self._launcher is not None:
+            self._launcher.kill(rank.pid)
+        rank.channel.hang_up()
+
+    def _end_status(self, rank: _Rank) -> str:
+        """How a rank that is ending has ended, in words."""
+        code = self._launcher.wait(rank.pid, _KILLED_S) if self._launcher is not None else None
+        if code is None:
+            return "has closed its control channel"
+        return f"was killed by signal {-code}" if code < 0 else f"has ended with status {code}"
 
     # ---- all worker halves as one
 
@@ -271,7 +280,7 @@ class ProcessExecutor:
         try:
             rank.channel.send_pickled(body or pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
         except OSError as error:
-            self._lose(f"rank {rank.index} {rank.end_status() if not isinstance(error, TimeoutError) else 'hangs'}")
+            self._lose(f"rank {rank.index} {'hangs' if isinstance(error, TimeoutError) else self._end_status(rank)}")
             raise self._why_lost() from error
 
     def _await(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
@@ -295,8 +304,7 @@ class ProcessExecutor:
         if kind is RanksLost:
             logger.error("ranks lost cause=%s pids=%s", why, ",".join(map(str, self.pids)))
         for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.process.kill()
+            self._kill(rank)
         self._wake()
 
     # ---- the reader's thread
@@ -313,7 +321,7 @@ class ProcessExecutor:
                     except (EOFError, OSError) as error:
                         selector.unregister(rank.channel)
                         hangs = isinstance(error, TimeoutError)
-                        self._lose(f"rank {rank.index} {'hangs' if hangs else rank.end_status()}")
+                        self._lose(f"rank {rank.index} {'hangs' if hangs else self._end_status(rank)}")
                         continue
                     self._take(rank, record, payload)
 
@@ -343,11 +351,3 @@ class ProcessExecutor:
             self._on_peer_lost(record.engine, record.incarnation, record.reason)
         elif isinstance(record, Status) and record.report:
             self._wake()
-
-
-def _has_descriptor(stream: Any) -> bool:
-    try:
-        stream.fileno()
-    except (AttributeError, OSError, ValueError):
-        return False
-    return True
