@@ -237,7 +237,9 @@ class Engine:
 
     def _submit(self, outputs: list[Output]) -> bool:
         """Plan a step and send it on its way. False: there was nothing to compute."""
-        plan = self.scheduler.schedule()
+        depth, num_running = self.executor.depth, len(self.scheduler.running)
+        # With several stages each step takes its part of the requests, so that there is one for every stage.
+        plan = self.scheduler.schedule(max_shares=None if depth == 1 else max(1, -(-num_running // depth)))
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
         if plan.shares or unclean or plan.changes.copies or orders:
