@@ -68,6 +68,7 @@ class Page:
     async def go(self, url: str) -> None:
         """Load a page."""
         await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete'")
 
     async def js(self, expression: str) -> Any:
         """The value of an expression; a promise is waited for."""

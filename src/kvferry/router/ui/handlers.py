@@ -6,6 +6,7 @@ browser is told not to (Content-Security-Policy).
 """
 
 import asyncio
+import contextlib
 import time
 from importlib import resources
 from typing import Any
@@ -52,6 +53,7 @@ class Dashboard:
         self._state: tuple[float, bytes] = (float("-inf"), b"")
         self._asked_s = float("-inf")
         self._asking: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
 
     def attach(self, app: web.Application) -> None:
         """Add the routes, before the application starts."""
@@ -63,6 +65,7 @@ class Dashboard:
         app.on_shutdown.append(self._on_shutdown)
 
     async def _on_shutdown(self, _: web.Application) -> None:
+        self._ending.set()  # an open dashboard must not hold up the router's end
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -87,11 +90,14 @@ class Dashboard:
         self._num_watchers += 1
         try:
             await response.prepare(request)
-            while True:
+            while not self._ending.is_set():
                 await response.write(b"data: " + self._now() + b"\n\n")
-                await asyncio.sleep(_EVERY_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), _EVERY_S)
+            await response.write_eof()
         finally:
             self._num_watchers -= 1
+        return response
 
     async def _request(self, request: web.Request) -> web.Response:
         """One request's time line: `?number=` (unique), or `?id=` (the latest with this X-Request-Id)."""
