@@ -68,7 +68,8 @@ def runs_of(post: Post, flow: Flow) -> list[Runs]:
 def _plan(
     edge: Edge, source: Sequence[BlockTable], destination: Sequence[BlockTable], tokens: TokenRange
 ) -> list[Runs]:
-    return [runs for runs in plan(edge, source, destination, tokens) if len(runs)]
+    # Decode's last block is the request's own, and decode goes on computing behind what arrives.
+    return [runs for runs in plan(edge, source, destination, tokens, pad_tail=True) if len(runs)]
 
 
 @dataclass(slots=True)

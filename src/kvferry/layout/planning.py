@@ -80,6 +80,7 @@ def plan(
     *,
     end: int | None = None,
     max_runs_per_piece: int = MAX_RUNS_PER_PIECE,
+    pad_tail: bool = False,
 ) -> Iterator[Runs]:
     """The byte runs that bring `wanted` over this edge, in pieces of one region pair and bounded length each.
 
@@ -87,17 +88,23 @@ def plan(
     gives the end of the last one. Windows are judged there, and states move with the chunk that ends there. Tokens
     before a window are moved where both tables have them.
 
+    `pad_tail`: a last block that is wanted in part, from its first token on, is moved whole where both sides have
+    blocks of one size. What lies behind `wanted.stop` in it must be the request's own on the destination, and not
+    computed yet. Where a block's tokens are not its outermost axis that is one run in place of hundreds.
+
     Raises MalformedMessage where a table is wrong (ids out of range or repeated, a page that another group's table
     lists too, no table) or lacks a needed position; before the first piece, so that nothing is copied for a request
     that cannot be served.
     """
     todo = {move.pair: move for move in moves(edge, source_tables, destination_tables, wanted, end=end)}
-    return _pieces(edge, todo, max(1, max_runs_per_piece))
+    return _pieces(edge, todo, max(1, max_runs_per_piece), pad_tail)
 
 
-def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int) -> Iterator[Runs]:
+def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int, pad_tail: bool) -> Iterator[Runs]:
     compiled = edge.compiled
     cut = {pair: segments(pair, move.source, move.destination, move.span) for pair, move in todo.items()}
+    if pad_tail:
+        cut = {pair: _padded(todo[pair], stretch) for pair, stretch in cut.items()}
     for group in compiled.linear:
         if group.pair in todo:
             yield from _linear(group, cut[group.pair], limit)
@@ -118,6 +125,21 @@ def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int) -> Iterator[R
                 stretch = _select(stretch, stretch.count != move.source.block_tokens)
             for count in distinct(stretch.count):
                 yield from _templated(group, _select(stretch, stretch.count == count), int(count), limit)
+
+
+def _padded(move: Move, stretch: Segments) -> Segments:
+    """The last stretch up to the end of its block, where it begins with that block on both sides."""
+    tokens = move.source.block_tokens
+    alike = tokens == move.destination.block_tokens and move.source.cp_size == move.destination.cp_size == 1
+    if move.pair.whole or move.pair.state or not alike or not len(stretch):
+        return stretch
+    if stretch.source_token[-1] or stretch.destination_token[-1]:
+        return stretch
+    count = stretch.count.copy()
+    count[-1] = tokens
+    return Segments(
+        stretch.source_block, stretch.source_token, stretch.destination_block, stretch.destination_token, count
+    )
 
 
 def _select(stretch: Segments, keep: npt.NDArray[np.bool_]) -> Segments:
