@@ -75,6 +75,9 @@ class Worker:
     deaf: bool = False
     """It answers no health check, as a process that is stopped."""
     num_checks: int = 0
+    blocks: bytes = b""
+    """GET /v1/kvferry/blocks."""
+    met: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.info = {
@@ -95,7 +98,9 @@ class Worker:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/kvferry", self._describe)
+        app.router.add_get("/v1/kvferry/blocks", self._blocks)
         app.router.add_post("/v1/kvferry/release", self._release)
+        app.router.add_post("/v1/kvferry/meet", self._meet)
         app.router.add_post("/v1/{rest:.*}", self._post)
         self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
         await self.listener.start()
@@ -114,6 +119,13 @@ class Worker:
     async def _release(self, request: web.Request) -> web.Response:
         self.released.append(await request.json())
         return web.json_response({"released": True})
+
+    async def _blocks(self, _: web.Request) -> web.Response:
+        return web.Response(body=self.blocks)
+
+    async def _meet(self, request: web.Request) -> web.Response:
+        self.met.append(await request.json())
+        return web.json_response({"state": "accepted"})
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         at_s = time.monotonic()
