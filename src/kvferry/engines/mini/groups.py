@@ -127,7 +127,9 @@ class Groups:
     def find_before(self, hashes: Sequence[BlockHash], stop: int) -> Known:
         """The longest prefix, shorter than that, which need not come from the engine that brings the tokens up to
         `stop`."""
-        count = min(self._longest_full(hashes), max(0, stop - 1) // self._size)
+        # Without a FULL group only what can be gone on behind is known to be here: the rest may be just not needed.
+        here = self._longest_full(hashes) if self._full else self.find(hashes).num_tokens // self._size
+        count = min(here, max(0, stop - 1) // self._size)
         while count:
             fewer = min((self._usable(group, count, hashes, stop) for group in self._windows), default=count)
             if fewer == count:
@@ -235,6 +237,28 @@ class Groups:
                 fresh = self._blocks.allocate(end - held.end, after=held.ids[-1] if held.ids else None)
                 held.ids += fresh
                 changes.fresh += fresh
+
+    def stretch(self, request: Request, stop: int, changes: Changes) -> int:
+        """Blocks up to `stop`, if there are any, for tokens that are only guessed. The request has room up to here."""
+        if self._blocks.fits((), self.trim(request, stop)):
+            self.extend(request, stop, changes)
+        return min((held.end * self._size for held in request.blocks if not held.state), default=stop)
+
+    def set_aside(self, request: Request, changes: Changes) -> bool:
+        """Keep the states as they are before a step with drafts. False: there is no block for them."""
+        states = [request.blocks[group] for group in self._states]
+        missing = [held for held in states if len(held.ids) == 1]
+        if not self._blocks.fits((), len(missing)):
+            return False
+        for held in missing:
+            held.ids += self._blocks.allocate(1)
+        changes.copies += [(held.ids[0], held.ids[1]) for held in states]
+        return True
+
+    def take_back(self, request: Request) -> None:
+        """A draft fell: the states are those that were set aside."""
+        for group in self._states:
+            request.blocks[group].ids.reverse()
 
     def landed(self, request: Request) -> None:
         """Another engine has brought its tokens, up to `brought`, with windows and states as they are there."""
