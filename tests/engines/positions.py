@@ -21,7 +21,7 @@ from kvferry.engines.mini.specs import CachePart, LayerCache, ShareInput, StepIn
 from kvferry.layout.description import CacheKind
 from tests.engines.scripted_engine import CharTokenizer
 
-__all__ = ["VOCAB", "PositionRanks", "answer", "layers_of", "position_engine"]
+__all__ = ["VOCAB", "PositionRanks", "answer", "layers_of", "position_engine", "position_model"]
 
 VOCAB = 997
 
@@ -141,8 +141,13 @@ def position_engine(
         layers, groups, num_blocks=settings.num_blocks or 64, block_tokens=settings.block_tokens, device="cpu"
     )
     halves: tuple[SchedulerHalf | None, WorkerHalf | None] = connector(cache) if connector else (None, None)
+    ranks = PositionRanks(cache, layers, halves[1], depth)
+    return Engine(position_model(), ranks, settings, connector=halves[0], clock=clock)
+
+
+def position_model() -> Any:
+    """What the engine has to know of it."""
     config = SimpleNamespace(vocab_size=VOCAB, max_positions=4096, eos_token_ids=())
     tokenizer = CharTokenizer()
     tokenizer.eos_token_id = None  # type: ignore[attr-defined]
-    model: Any = SimpleNamespace(config=config, tokenizer=tokenizer)
-    return Engine(model, PositionRanks(cache, layers, halves[1], depth), settings, connector=halves[0], clock=clock)
+    return SimpleNamespace(config=config, tokenizer=tokenizer)
