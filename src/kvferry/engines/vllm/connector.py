@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.engine import VllmEngine, start_engine
+from kvferry.engines.vllm.logs import share_logging
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.records import Orders, RankCard, Reports
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats, of_ended, of_worker
@@ -46,6 +47,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises ConfigError: a vLLM that is not supported, a setting that is wrong."""
         super().__init__(vllm_config, role, kv_cache_config)
+        share_logging()
         told = vllm_config.kv_transfer_config
         self._options = read_options(
             told.kv_connector_extra_config, kv_role=told.kv_role, failure_policy=told.kv_load_failure_policy

@@ -258,6 +258,15 @@ class VllmScheduler:
         sent: set[str] = set()
         for landed in outcome.landed:
             received.add(landed.request)
+            logger.debug(
+                "hand-off landed request=%s transfer=%s tokens=%d bytes=%d runs=%d ms=%.1f",
+                landed.request,
+                landed.transfer,
+                len(landed.arrived),
+                landed.num_bytes,
+                landed.num_runs,
+                1e3 * landed.transfer_s,
+            )
         for failed in outcome.failed:
             if self._take_blocks(failed):
                 self._tracked[failed.request].request.num_computed_tokens = 0
