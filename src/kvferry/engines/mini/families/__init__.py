@@ -14,7 +14,9 @@ from kvferry.errors import UnknownModel
 __all__ = ["FAMILIES", "family_of"]
 
 FAMILIES: Mapping[str, str] = {
+    "Gemma3ForCausalLM": "gemma3",
     "GraniteMoeHybridForCausalLM": "granite",
+    "KvferryByteMtpForCausalLM": "byte_mtp",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",

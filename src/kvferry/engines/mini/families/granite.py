@@ -16,7 +16,7 @@ from kvferry.engines.mini.families.base import Batch, Weights
 from kvferry.engines.mini.families.llama import Attention
 from kvferry.engines.mini.families.mamba2 import convolve, convolve_steps, scan, scan_steps
 from kvferry.engines.mini.families.parts import Ends, output, rows_of, split, split_heads
-from kvferry.engines.mini.families.rope import rope_tables
+from kvferry.engines.mini.families.rope import Rotary
 from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig, common_entries
 from kvferry.engines.mini.parallel import Shard
@@ -332,7 +332,7 @@ class Granite:
         self._first = shard.is_first
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
         self._rope = (
-            rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
+            Rotary(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
             if config.turned
             else None
         )
@@ -364,8 +364,7 @@ class Granite:
         eps, width, part = self.config.norm_eps, (self.config.hidden,), self.config.residual_multiplier
         table = None
         if self._rope is not None:
-            cos, sin = (entry[batch.positions].unsqueeze(1) for entry in self._rope)
-            table = (cos, sin)
+            table = self._rope(batch.positions)
         if self._first:
             x = self.embed(x) * self.config.embedding_multiplier
         for layer in self._layers:

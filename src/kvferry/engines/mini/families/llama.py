@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kvferry.engines.mini.families.base import Batch, Weights
 from kvferry.engines.mini.families.parts import Ends, GatedMlp, add_output, output, rows_of, split_heads
-from kvferry.engines.mini.families.rope import rope_tables, turn
+from kvferry.engines.mini.families.rope import Rotary, turn
 from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig, common_entries
 from kvferry.engines.mini.parallel import Shard
@@ -122,6 +122,7 @@ class Attention:
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
+        qk_norm_offset: float = 0.0,
         scale: float | None = None,
     ) -> None:
         dim = config.head_dim
@@ -140,7 +141,8 @@ class Attention:
         )
         self._norms: torch.Tensor | None = None
         if qk_norm:
-            q, k = (weights.take(f"{name}.{x}_norm.weight") for x in "qk")
+            dtype = torch.float32 if qk_norm_offset else weights.dtype
+            q, k = (weights.take(f"{name}.{x}_norm.weight", dtype=dtype) + qk_norm_offset for x in "qk")
             self._norms = torch.cat([q.expand(len(query), -1), k.expand(len(kv), -1)])
 
     def plus(
@@ -149,19 +151,16 @@ class Attention:
         """residual + attention(x). `table`: cosine and sine of the batch's positions; None: nothing is turned."""
         return add_output(self._output, self._mixed(x, batch, table), residual, self._shard)
 
-    def __call__(
-        self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         """attention(x) alone."""
         return output(self._output, self._mixed(x, batch, table), self._shard)
 
-    def _mixed(
-        self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
+    def _mixed(self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._dim)
         turned = qkv[:, : self._num_turned]  # queries and keys
         if self._norms is not None:
-            turned = functional.rms_norm(turned, (self._dim,), None, self._eps) * self._norms
+            normed = functional.rms_norm(turned.to(self._norms.dtype), (self._dim,), None, self._eps)
+            turned = (normed * self._norms).to(turned.dtype)
         if table is not None:
             turned = turn(turned, *table)
         return batch.attend(
@@ -190,7 +189,7 @@ class Llama:
         self._ends = Ends(weights, config, shard)
         self._first = shard.is_first
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
-        self._rope = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
+        self._rope = Rotary(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
         self.embed, self.logits = self._ends.embed, self._ends.logits
 
     def _layer(self, weights: Weights, i: int, shard: Shard) -> _Layer:
@@ -214,10 +213,10 @@ class Llama:
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """See base.Network."""
         eps, width = self.config.norm_eps, (self.config.hidden,)
-        cos, sin = (table[batch.positions].unsqueeze(1) for table in self._rope)
+        table = self._rope(batch.positions)
         if self._first:
             x = self.embed(x)
         for layer in self._layers:
-            x = layer.attention.plus(functional.rms_norm(x, width, layer.attention_norm, eps), x, batch, (cos, sin))
+            x = layer.attention.plus(functional.rms_norm(x, width, layer.attention_norm, eps), x, batch, table)
             x = layer.mlp.plus(functional.rms_norm(x, width, layer.mlp_norm, eps), x)
         return x

@@ -107,7 +107,7 @@ class Ends:
         shard: Shard,
         *,
         prefix: str = "model",
-        norm: str = "norm",
+        norm: str | None = "norm",
         head: str = "lm_head",
     ) -> None:
         self._shard = shard
@@ -120,7 +120,8 @@ class Ends:
             self.embedding = weights.take(f"{prefix}.embed_tokens.weight")
         if shard.is_last:
             rows = rows_of(split(config.vocab_size, shard))
-            self.norm = weights.take(f"{prefix}.{norm}.weight")
+            if norm is not None:
+                self.norm = weights.take(f"{prefix}.{norm}.weight")
             if config.tied_embeddings:
                 assert self.embedding is not None, "the last stage has a tied embedding"
                 self.head = Linear(self.embedding[rows])

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables of cosine and sine, as transformers computes them."""
+"""Rotary position embeddings: cosine and sine of positions, as transformers computes them."""
 
 import math
 
@@ -6,26 +6,38 @@ import torch
 
 from kvferry.engines.mini.models import Rope
 
-__all__ = ["rope_tables", "turn", "yarn_scale"]
+__all__ = ["Rotary", "rope_tables", "turn", "yarn_scale"]
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [tokens, heads, dim] by tables [tokens, 1, dim] of `rope_tables`."""
+    """Turn x [tokens, heads, dim] by tables [tokens, 1, dim] of a Rotary."""
     # The second half turns the first: roll brings the other half of each pair; the sign is in `sin`.
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Rotary:
+    """Turns positions into tables. Computes them anew for each step: tables of all positions of a long context would
+    be hundreds of megabytes."""
+
+    def __init__(self, rope: Rope, dim: int, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        frequency, self._scale = _frequencies(rope, dim, max_positions)
+        self._frequency = torch.cat([frequency, frequency]).to(device)
+        # The sign of the second half's share in the first, and of the first's in the second.
+        self._sine_scale = torch.cat([-torch.ones(dim // 2), torch.ones(dim // 2)]).to(device) * self._scale
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and signed sine, each [tokens, 1, dim], computed in float32 as transformers does."""
+        angle = positions[:, None, None].float() * self._frequency
+        return (angle.cos() * self._scale).to(self._dtype), (angle.sin() * self._sine_scale).to(self._dtype)
 
 
 def rope_tables(
     rope: Rope, dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, [max_positions, dim], computed in float32 as transformers does."""
-    frequency, scale = _frequencies(rope, dim, max_positions)
-    angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequency)
-    cos, sin = angle.cos() * scale, angle.sin() * scale
-    return (
-        torch.cat([cos, cos], dim=-1).to(device=device, dtype=dtype),
-        torch.cat([-sin, sin], dim=-1).to(device=device, dtype=dtype),
-    )
+    """The same of all positions, [max_positions, dim] each: for drafters, whose contexts are short."""
+    cos, sin = Rotary(rope, dim, max_positions, dtype, device)(torch.arange(max_positions, device=device))
+    return cos.squeeze(1), sin.squeeze(1)
 
 
 def _frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[torch.Tensor, float]:
