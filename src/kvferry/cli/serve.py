@@ -9,7 +9,7 @@ from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, FerryError
 from kvferry.http.listen import Listener, announce, check_ready_file, serve_until_signal
 from kvferry.router.keys import read_keys
 from kvferry.router.workers import check_url
@@ -88,6 +88,7 @@ def _serve(
             max_body_bytes=args.max_body_bytes,
             max_open_requests=args.max_open_requests,
             drain_timeout_s=args.drain_timeout,
+            ends_with_engine=engine.on_rank_death == "exit",
         )
         server = WorkerServer(worker, worker.engine.tokenizer, settings)
 
@@ -103,6 +104,8 @@ def _serve(
                 await registrar.stop()
 
         asyncio.run(main())
+        if server.failure is not None and engine.on_rank_death == "exit":
+            raise FerryError(f"the engine has ended: {server.failure}. Start the worker again.")
     finally:
         worker.close()
     return ExitCode.OK

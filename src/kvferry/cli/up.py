@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from math import prod
 
 from kvferry.cli.main import ExitCode
 from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
@@ -19,6 +20,7 @@ from kvferry.cli.worker_flags import (
     ferry_settings,
     worker_argv,
 )
+from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.http.listen import Listener, announce, check_ready_file
 
@@ -39,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restart", action="store_true", help="start a process that has ended again")
     parser.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="to be ready (default: 600)")
     parser.add_argument("--ready-file", help="written when the router answers: JSON with pid and url")
+    for role in ("prefill", "decode"):
+        for size in ("tp", "pp"):
+            parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N",
+                                help=f"--{size} of the {role} workers alone")  # fmt: skip
     add_worker_flags(parser)
 
 
@@ -50,6 +56,9 @@ class FleetPlan:
     num_prefill: int = 1
     num_decode: int = 1
     worker_argv: tuple[str, ...] = ()
+    prefill_ranks: tuple[int, int] = (1, 1)
+    """--tp and --pp of each prefill worker."""
+    decode_ranks: tuple[int, int] = (1, 1)
     host: str = "127.0.0.1"
     port: int = 0
     start_timeout_s: float = 600.0
@@ -57,16 +66,19 @@ class FleetPlan:
     @property
     def _threads(self) -> tuple[str, ...]:
         """The cores dealt out: workers that each take all of them wait for each other. A flag of the user's wins."""
-        return ("--threads", str(max(1, (os.cpu_count() or 1) // (self.num_prefill + self.num_decode))))
+        num_ranks = self.num_prefill * prod(self.prefill_ranks) + self.num_decode * prod(self.decode_ranks)
+        return ("--threads", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
     def workers(self) -> list[ChildSpec]:
         """Prefill workers, then decode workers; each takes a free port."""
         names = [("prefill", i) for i in range(self.num_prefill)] + [("decode", i) for i in range(self.num_decode)]
         common = ("--port", "0", *self._threads, *self.worker_argv)
+        ranks = {"prefill": self.prefill_ranks, "decode": self.decode_ranks}
         return [
-            ChildSpec(f"{role}-{i}", ("serve", self.model, "--role", role, "--engine-id", f"{role}-{i}", *common))
+            ChildSpec(f"{role}-{i}", ("serve", self.model, "--role", role, "--engine-id", f"{role}-{i}", *common,
+                                      "--tp", str(ranks[role][0]), "--pp", str(ranks[role][1])))
             for role, i in names
-        ]
+        ]  # fmt: skip
 
     def router(self, workers: list[Child]) -> ChildSpec:
         """In front of workers that are ready."""
@@ -93,7 +105,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Until Ctrl-C, or until a process ends by itself."""
     if args.prefill < 0 or args.decode < 1:
         raise ConfigError(f"--prefill {args.prefill} --decode {args.decode}: give 0 or more, and 1 or more")
-    engine_settings(args.model, args)  # wrong flags are told here, once, and not by every child
+    settings = engine_settings(args.model, args)  # wrong flags are told here, once, and not by every child
+    prefill, decode = (_sized(settings, args, role) for role in ("prefill", "decode"))
     check_side_channel(ferry_settings(args).side_channel)
     check_ready_file(args.ready_file)
     probe = Listener(None, args.host, args.port)
@@ -101,9 +114,16 @@ def run(args: argparse.Namespace) -> ExitCode:
     probe.unbind()
     plan = FleetPlan(
         model=args.model, num_prefill=args.prefill, num_decode=args.decode, worker_argv=tuple(worker_argv(args)),
+        prefill_ranks=(prefill.tp, prefill.pp), decode_ranks=(decode.tp, decode.pp),
         host=args.host, port=args.port, start_timeout_s=args.start_timeout,
     )  # fmt: skip
     return asyncio.run(_up(plan, args))
+
+
+def _sized(settings: EngineSettings, args: argparse.Namespace, role: str) -> EngineSettings:
+    """The sizes of one role alone. Raises ConfigError."""
+    own = {size: getattr(args, f"{role}_{size}") for size in ("tp", "pp")}
+    return replace(settings, **{size: value for size, value in own.items() if value is not None})
 
 
 async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:

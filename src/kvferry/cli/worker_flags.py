@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.mini.settings import DTYPES, EngineSettings
+from kvferry.engines.mini.settings import DTYPES, ON_RANK_DEATH, EngineSettings
 from kvferry.errors import ConfigError
 from kvferry.settings import (
     FailurePolicy,
@@ -62,6 +62,10 @@ FLAGS = (
     Flag("max-running", EngineSettings, "max_running", int),
     Flag("max-model-len", EngineSettings, "max_model_len", int),
     Flag("threads", EngineSettings, "threads", int),
+    Flag("tp", EngineSettings, "tp", int),
+    Flag("pp", EngineSettings, "pp", int),
+    Flag("on-rank-death", EngineSettings, "on_rank_death", str, ON_RANK_DEATH),
+    Flag("rank-timeout", EngineSettings, "rank_timeout_s", float),
     Flag("seed", EngineSettings, "seed", int),
     Flag("transfer-mode", TransferSettings, "mode", TransferMode, [str(one) for one in TransferMode]),
     Flag("transport", TransferSettings, "transport", str, sorted(TRANSPORTS)),

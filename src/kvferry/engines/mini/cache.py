@@ -31,7 +31,7 @@ from kvferry.layout.description import (
     Tensor,
 )
 
-__all__ = ["ENCODINGS", "KVCache", "Placement", "place"]
+__all__ = ["ENCODINGS", "KVCache", "Placement", "free_bytes", "num_blocks_of", "place"]
 
 ENCODINGS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
 STATE_ALIGN_BYTES = 16
@@ -287,7 +287,7 @@ def num_blocks_of(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], set
 
 def _check_memory(need: int, page: int, device: str) -> None:
     """Linux gives out memory that it does not have, and ends the process when it is used: so ask first."""
-    free = _free_bytes(device)
+    free = free_bytes(device)
     if free is not None and need > free:
         raise ConfigError(
             f"no memory for a cache of {need} bytes: {free} bytes are free on {device!r}. Set cache_bytes (--cache-gb, "
@@ -295,7 +295,7 @@ def _check_memory(need: int, page: int, device: str) -> None:
         )
 
 
-def _free_bytes(device: str) -> int | None:
+def free_bytes(device: str) -> int | None:
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -69,6 +69,9 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     """A worker that was told to stop ends after this long, whatever is still open."""
 
+    ends_with_engine: bool = False
+    """Whether the server drains, and so ends, when its engine has ended by itself; else /health says so."""
+
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
             if getattr(self, name) < 1:
@@ -119,6 +122,8 @@ class WorkerServer:
             num_answering=lambda: self._num_answering,
             timeout_s=settings.drain_timeout_s,
         )
+        if settings.ends_with_engine:
+            self._engine.on_failure = lambda reason: self.draining.begin(f"the engine has ended: {reason}")
         self._description: dict[str, Any] = {}
         self._engine_stats: Mapping[str, float] = {}
         self.app = web.Application(
@@ -141,6 +146,11 @@ class WorkerServer:
                 web.get("/v1/kvferry/blocks", self._blocks),
             ]
         )
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine has ended by itself; None: it has not."""
+        return self._engine.failure
 
     async def _on_startup(self, _: web.Application) -> None:
         self._engine.start()

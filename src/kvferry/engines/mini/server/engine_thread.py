@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvferry.engines.mini.api import GenerateRequest, Output
 from kvferry.errors import FerryError
@@ -51,6 +51,15 @@ class EngineLike(Protocol):
         ...
 
 
+@runtime_checkable
+class WakesItself(Protocol):
+    """An engine that can have work without having been asked: its ranks have news."""
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on some other thread, when `has_work` has become true by itself."""
+        ...
+
+
 class EngineThread:
     """Owns the engine from `start` to `stop`. Its methods are called on the event loop."""
 
@@ -65,6 +74,10 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
         self.failure: str | None = None
         """Why the engine stepped for the last time; None while it lives."""
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        """Told that reason, on the event loop."""
+        if isinstance(engine, WakesItself):
+            engine.on_wake(self._wake.set)
 
     def start(self) -> None:
         """Begin to step. Called once, on the running loop."""
@@ -180,6 +193,7 @@ class EngineThread:
     def _fail(self, reason: str) -> None:
         self.failure = reason
         self._fail_all(self._dead())
+        self.on_failure(reason)
 
     def _fail_all(self, error: FerryError) -> None:
         sinks, self._sinks = list(self._sinks.values()), {}
