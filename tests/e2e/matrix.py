@@ -1,0 +1,334 @@
+"""The P/D matrix: every family, every shape of prefill and decode, block sizes, prefix hits, push and pull.
+
+    python -m tests.e2e.matrix [--pairwise] [--family F ...] [--mode M ...] [--out FILE] [--table]
+
+Real processes over real NIXL, on tiny random models in fp32. For each family and mode two processes hold all engines,
+prefill ones and decode ones, and start their rank processes; cells go through them one by one. A cell is right if
+decode's tokens are those of the same decode engine alone, every byte that was moved has the digest of what prefill has
+(verify=all), decode found in its cache what it had to, and computed no prompt token beyond R32. The output is JSON, an
+object a cell; cells that the file has already, and that were right, are not run again.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvferry.engines.mini.assembly import WorkerSettings
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
+from tests.e2e.matrix_host import Answered, Ask, Close, Forget, Open, host
+from tests.engines.tiny_model import make_tiny_model
+
+__all__ = ["Cell", "Matrix", "every_cell", "pairwise", "run", "table"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_hidden_layers": 4},
+}
+"""Of each family, what `make_tiny_model` makes of it: heads that two ranks can share, layers that two stages can."""
+LEFT = {"mamba": 1}
+"""Prompt tokens that decode computes itself, by R32."""
+PREFILL = ("TP1", "TP2", "PP2", "TP2 PP2")
+DECODE = ("TP1", "TP2", "PP2")
+BLOCKS = ("16/16", "16/32", "32/16")
+HITS = ("none", "partial", "full")
+MODES = ("pull", "push")
+PROMPT, SHARED, ANSWER = 96, 48, 8
+"""Tokens: of the prompt as handed over; of those that decode has before a `partial` hit; of the answer."""
+CELL_S = 60.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix."""
+
+    family: str
+    mode: str
+    prefill: str
+    decode: str
+    block_sizes: str
+    hit: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of it."""
+
+    tokens_equal: bool
+    digest_equal: bool | None
+    """None: decode had everything, nothing was moved."""
+    recomputed: int
+    cached: int
+    handed_over: int
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Nothing is wrong with it."""
+        return not self.problem
+
+
+def every_cell() -> list[Cell]:
+    """In an order in which engines can be used again."""
+    axes = (FAMILIES, MODES, BLOCKS, PREFILL, DECODE, HITS)
+    return [Cell(f, m, p, d, b, h) for f, m, b, p, d, h in itertools.product(*axes)]
+
+
+def pairwise(cells: Sequence[Cell]) -> list[Cell]:
+    """Few cells in which any two values of any two axes meet: those that bring most that is new, in few engines."""
+
+    def pairs(cell: Cell) -> set[tuple[Any, ...]]:
+        return set(itertools.combinations(asdict(cell).items(), 2))
+
+    def engines(cell: Cell) -> set[tuple[str, ...]]:
+        blocks = cell.block_sizes.split("/")
+        return {
+            (cell.family, cell.mode, "p", cell.prefill, blocks[0]),
+            (cell.family, cell.mode, "d", cell.decode, blocks[1]),
+        }
+
+    def processes(engine: tuple[str, ...]) -> int:
+        return {"TP1": 0, "TP2": 2, "PP2": 2, "TP2 PP2": 4}[engine[3]] + 1
+
+    missing = set().union(*(pairs(cell) for cell in cells))
+    started: set[tuple[str, ...]] = set()
+    chosen: list[Cell] = []
+    while missing:
+        best = max(
+            cells,
+            key=lambda cell: len(pairs(cell) & missing) / (2 + sum(map(processes, engines(cell) - started))),
+        )
+        chosen.append(best)
+        started |= engines(best)
+        missing -= pairs(best)
+    return sorted(chosen, key=cells.index)
+
+
+class Matrix:
+    """Two processes, for prefill and decode engines of one family and mode."""
+
+    def __init__(self, model: Path, family: str, mode: str) -> None:
+        self._model, self._family, self._mode = model, family, TransferMode(mode)
+        self._left = LEFT.get(family, 0)
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = {}, []
+        for side in "pd":
+            ours, theirs = context.Pipe()
+            process = context.Process(target=host, args=(theirs,))
+            process.start()
+            theirs.close()
+            self._pipes[side] = ours
+            self._processes.append(process)
+        self._addresses: dict[str, dict[str, Any]] = {}
+        self._alone: dict[str, tuple[int, ...]] = {}
+        self._number = 0
+        dice = random.Random(family)
+        self._prompt = tuple(dice.randint(3, 263) for _ in range(PROMPT + self._left))
+
+    def need(self, cells: Iterable[Cell]) -> None:
+        """End the engines that none of these cells needs, and start those that are missing; both sides at once."""
+        wanted = {name for cell in cells for name in self._names(cell)}
+        for key in [key for key in self._addresses if key not in wanted]:
+            self._order(Close(key))
+            del self._addresses[key]
+        missing = sorted(wanted - set(self._addresses))
+        for key in missing:
+            self._pipes[key[0]].send(Open(key, self._settings(key)))
+        for key in missing:
+            self._addresses[key] = self._receive(key[0], 120.0).address
+
+    def run(self, cell: Cell) -> Result:
+        """One cell."""
+        p, d = self._names(cell)
+        if d not in self._alone:
+            self._order(Forget(d))
+            self._alone[d] = self._ask(d, self._prompt, ANSWER).tokens
+        self._order(Forget(p))
+        self._order(Forget(d))
+        if cell.hit != "none":
+            own = self._prompt if cell.hit == "full" else self._prompt[: SHARED + self._left]
+            self._ask(d, own, 1)
+        found = self._hand_over(p, d)
+        return self._judge(cell, found, self._alone[d])
+
+    def _judge(self, cell: Cell, found: Answered, alone: tuple[int, ...]) -> Result:
+        block = int(cell.block_sizes.split("/")[1])
+        cached = {"none": 0, "partial": SHARED // block * block, "full": PROMPT}[cell.hit]
+        if cell.hit == "full" and cell.mode == "push" and not self._left:
+            cached -= block  # it cannot know that prefill's first token will come, and keeps a token to compute
+        moved = found.handed_over > 0
+        problems = [
+            what
+            for wrong, what in (
+                (found.error is not None, f"error: {found.error}"),
+                (found.tokens != alone, f"tokens {found.tokens}, alone {alone}"),
+                (moved and not found.verified_cells, "nothing was held against prefill's digest"),
+                (found.cached != cached, f"{found.cached} tokens were cached on decode, {cached} expected"),
+                (found.recomputed != self._left, f"{found.recomputed} tokens were computed again: {found.why}"),
+            )
+            if wrong
+        ]
+        return Result(
+            tokens_equal=found.tokens == alone,
+            digest_equal=bool(found.verified_cells) if moved else None,
+            recomputed=found.recomputed,
+            cached=found.cached,
+            handed_over=found.handed_over,
+            problem="; ".join(problems),
+        )
+
+    def close(self) -> None:
+        """End both processes with all that they have started."""
+        for pipe in self._pipes.values():
+            try:
+                pipe.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(30.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    @staticmethod
+    def _names(cell: Cell) -> tuple[str, str]:
+        blocks = cell.block_sizes.split("/")
+        return f"p {blocks[0]} {cell.prefill}", f"d {blocks[1]} {cell.decode}"
+
+    def _settings(self, key: str) -> WorkerSettings:
+        side, block, *shape = key.split(" ")
+        engine = EngineSettings(
+            model=str(self._model), dtype="float32", num_blocks=96, block_tokens=int(block), max_batch_tokens=64,
+            max_model_len=512, threads=1, tp=2 if "TP2" in shape else 1, pp=2 if "PP2" in shape else 1,
+        )  # fmt: skip
+        # Every byte that moves is compared; and no staging, so that runs go as they were planned.
+        transfer = TransferSettings(mode=self._mode, verify=Verify.ALL, deadline_s=30.0, staging_bytes=0)
+        return WorkerSettings(
+            engine=engine,
+            ferry=FerrySettings(transfer=transfer),
+            role=Role.PREFILL if side == "p" else Role.DECODE,
+            engine_id=key.replace(" ", "-"),
+        )
+
+    def _hand_over(self, p: str, d: str) -> Answered:
+        self._number += 1
+        transfer, name = f"t-{self._number}", f"r-{self._number}"
+        to_p = Ask(p, name, self._prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
+        self._pipes["p"].send(to_p)
+        if self._mode is TransferMode.PUSH:
+            handoff = {
+                "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": transfer, **self._addresses[p],
+            }  # fmt: skip
+            self._pipes["d"].send(Ask(d, name, self._prompt, ANSWER, handoff))
+        prefilled = self._receive("p", CELL_S)
+        if self._mode is TransferMode.PULL:
+            self._pipes["d"].send(Ask(d, name, self._prompt, ANSWER, prefilled.handoff))
+        found: Answered = self._receive("d", CELL_S)
+        return found
+
+    def _ask(self, key: str, prompt: tuple[int, ...], max_tokens: int) -> Answered:
+        self._number += 1
+        found: Answered = self._order(Ask(key, f"r-{self._number}", prompt, max_tokens))
+        return found
+
+    def _order(self, order: Any) -> Any:
+        self._pipes[order.key[0]].send(order)
+        return self._receive(order.key[0], CELL_S)
+
+    def _receive(self, side: str, within_s: float) -> Any:
+        if not self._pipes[side].poll(within_s):
+            raise TimeoutError(f"the {'prefill' if side == 'p' else 'decode'} process gave no answer in {within_s:g} s")
+        return self._pipes[side].recv()
+
+
+def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]:
+    """Run cells in their order. A pair of processes that fails is started anew, once a cell."""
+    for (family, mode), block in itertools.groupby(cells, key=lambda cell: (cell.family, cell.mode)):
+        model = directory / family
+        if not model.is_dir():
+            make_tiny_model(model, **FAMILIES[family])
+        matrix = None
+        for _, same in itertools.groupby(block, key=lambda cell: cell.block_sizes.split("/")[0]):
+            todo = list(same)
+            while todo:
+                try:
+                    if matrix is None:
+                        matrix = Matrix(model, family, mode)
+                    matrix.need(todo)
+                    result = matrix.run(todo[0])
+                except (TimeoutError, EOFError, OSError) as error:
+                    if matrix is not None:
+                        matrix.close()
+                    matrix = None
+                    result = Result(False, False, 0, 0, 0, f"no answer: {error!r}")
+                yield todo.pop(0), result
+        if matrix is not None:
+            matrix.close()
+
+
+def table(lines: Iterable[dict[str, Any]]) -> str:
+    """Markdown: a table a family, a row for each shape of both sides, a column for each mode, block sizes and hit."""
+    found = {tuple(line[axis] for axis in Cell.__dataclass_fields__): line for line in lines}
+    families = list(dict.fromkeys(key[0] for key in found))
+    text = []
+    for family in families:
+        text += [f"### {family}", "", "| prefill | decode | " + " | ".join(
+            f"{mode} {blocks}" for mode in MODES for blocks in BLOCKS) + " |",
+            "| --- | --- |" + " --- |" * (len(MODES) * len(BLOCKS))]  # fmt: skip
+        for prefill, decode in itertools.product(PREFILL, DECODE):
+            row = []
+            for mode, blocks in itertools.product(MODES, BLOCKS):
+                cells = [found.get((family, mode, prefill, decode, blocks, hit)) for hit in HITS]
+                row.append(" ".join("." if cell is None else "ok" if not cell["problem"] else "NO" for cell in cells))
+            text.append(f"| {prefill} | {decode} | " + " | ".join(row) + " |")
+        text.append("")
+    return "\n".join(text)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.matrix", description=__doc__.splitlines()[0])
+    parser.add_argument("--pairwise", action="store_true", help="only cells that cover all pairs of values")
+    parser.add_argument("--family", action="append", choices=list(FAMILIES))
+    parser.add_argument("--mode", action="append", choices=MODES)
+    parser.add_argument("--out", type=Path, default=Path("out/matrix.jsonl"), help="results; right ones are kept")
+    parser.add_argument("--table", action="store_true", help="run nothing: print the file's results as Markdown")
+    args = parser.parse_args()
+    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if args.table:
+        sys.stdout.write(table(lines))
+        return 0
+    done = {tuple(line[axis] for axis in Cell.__dataclass_fields__) for line in lines if not line["problem"]}
+    cells = [
+        cell
+        for cell in (pairwise(every_cell()) if args.pairwise else every_cell())
+        if (not args.family or cell.family in args.family) and (not args.mode or cell.mode in args.mode)
+    ]
+    todo = [cell for cell in cells if tuple(asdict(cell).values()) not in done]
+    sys.stderr.write(f"{len(todo)} cells to run, {len(cells) - len(todo)} are there\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    began_s, wrong = time.monotonic(), 0
+    with tempfile.TemporaryDirectory() as directory, args.out.open("a") as file:
+        for number, (cell, result) in enumerate(run(todo, Path(directory)), 1):
+            file.write(json.dumps({**asdict(cell), **asdict(result)}) + "\n")
+            file.flush()
+            wrong += not result.right
+            spent_s = time.monotonic() - began_s
+            left_s = spent_s / number * (len(todo) - number)
+            note = "" if result.right else f"  WRONG: {result.problem}"
+            where = " | ".join(asdict(cell).values())
+            sys.stderr.write(f"{number}/{len(todo)} {spent_s:.0f} s, {left_s:.0f} s left: {where}{note}\n")
+    sys.stderr.write(f"{len(todo) - wrong} right, {wrong} wrong, {time.monotonic() - began_s:.0f} s\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

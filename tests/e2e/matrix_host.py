@@ -1,0 +1,159 @@
+"""One process of the P/D matrix: it runs several engines, the whole of each or the part that plans for its rank
+processes, and does what matrix.py says over a pipe."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from kvferry.engines.mini.api import GenerateRequest, SamplingParams
+from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
+from kvferry.ids import RequestId
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["Answered", "Ask", "Close", "Forget", "Open", "Opened", "host"]
+
+
+@dataclass(frozen=True)
+class Open:
+    """Start an engine."""
+
+    key: str
+    settings: WorkerSettings
+
+
+@dataclass(frozen=True)
+class Opened:
+    """It runs: where it is found, for the parameters of a push."""
+
+    key: str
+    address: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Answer a prompt, greedily."""
+
+    key: str
+    name: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    handoff: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The whole answer, and where the KV of its prompt came from."""
+
+    name: str
+    tokens: tuple[int, ...]
+    cached: int
+    handed_over: int
+    recomputed: int
+    why: str
+    handoff: dict[str, Any] | None
+    verified_cells: int | None
+    """Pieces of KV that decode held against prefill's by digest; None: it took part in no hand-off."""
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Forget:
+    """Wait until nothing of the engine's is open, and empty its prefix cache. Answered by the key."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class Close:
+    """End an engine, and all its processes. Answered by the key."""
+
+    key: str
+
+
+class _Asked:
+    """One request on its way."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.tokens: list[int] = []
+
+
+def host(pipe: Connection) -> None:
+    """The main of the process. None ends it."""
+    torch.set_num_threads(1)
+    workers: dict[str, Worker] = {}
+    asked: dict[str, _Asked] = {}
+    pause = threading.Event()
+    try:
+        while True:
+            busy = [worker for worker in workers.values() if worker.engine.has_work()]
+            if pipe.poll(0.0 if busy else 0.005):
+                order = pipe.recv()
+                if order is None:
+                    return
+                pipe_answer = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
+                if pipe_answer is not None:
+                    pipe.send(pipe_answer)
+            elif busy:
+                _step(workers, asked, pipe.send)
+                pause.wait(0.0003)
+    finally:
+        for worker in workers.values():
+            worker.close()
+        pipe.close()
+
+
+def _do(order: Any, workers: dict[str, Worker], asked: dict[str, _Asked], step: Callable[[], None]) -> Any:
+    if isinstance(order, Open):
+        worker = workers[order.key] = build_worker(order.settings)
+        identity = worker.identity
+        return Opened(order.key, {
+            "remote_engine_id": identity.engine, "remote_incarnation": identity.incarnation,
+            "remote_host": identity.host, "remote_port": identity.port,
+        })  # fmt: skip
+    if isinstance(order, Ask):
+        handoff = None if order.handoff is None else HandoffParams.from_dict(order.handoff)
+        sampling = SamplingParams(max_tokens=order.max_tokens, temperature=0.0, ignore_eos=True)
+        asked[order.name] = _Asked(order)
+        workers[order.key].engine.add(
+            GenerateRequest(
+                request_id=RequestId(order.name), prompt_token_ids=order.prompt, sampling=sampling, handoff=handoff
+            )
+        )
+        return None
+    worker, pause = workers[order.key], threading.Event()
+    if isinstance(order, Close):
+        del workers[order.key]
+        worker.close()
+        return order.key
+    while worker.engine.has_work() or worker.engine.stats().held_blocks:
+        step()
+        pause.wait(0.0003)
+    worker.engine.check()
+    blocks = worker.engine.blocks
+    assert blocks.num_free == blocks.num_usable, f"{order.key}: {blocks.num_usable - blocks.num_free} blocks are lost"
+    blocks.forget_all()
+    return order.key
+
+
+def _step(workers: dict[str, Worker], asked: dict[str, _Asked], tell: Callable[[Answered], None]) -> None:
+    for worker in workers.values():
+        if not worker.engine.has_work():
+            continue
+        for output in worker.engine.step():
+            one = asked[output.request_id]
+            one.tokens += output.token_ids
+            if output.finish_reason is None:
+                continue
+            del asked[output.request_id]
+            account = output.account
+            assert account is not None, output
+            tell(Answered(
+                one.ask.name, tuple(one.tokens), account.cached, account.handed_over, account.recomputed, account.why,
+                None if output.handoff is None else output.handoff.to_dict(),
+                None if output.timing is None else output.timing.verified_cells, output.error,
+            ))  # fmt: skip
