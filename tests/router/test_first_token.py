@@ -193,8 +193,9 @@ async def test_a_client_that_hangs_up_after_it_aborts_decode() -> None:
         async with aiohttp.ClientSession() as session:
             response = await session.post(f"{url}/v1/completions", json=STREAM)
             await response.content.readuntil(b"\n\n")
+            await until(lambda: bool(d.asked))
             response.close()
-        await until(lambda: bool(d.asked) and d.asked[0].cancelled)
+        await until(lambda: d.asked[0].cancelled)
         await until(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
     assert [one["transfer_id"] for one in p.released] == [p.asked[0].body["kv_transfer_params"]["transfer_id"]]
 

@@ -7,9 +7,9 @@ because bytes came in between, it is set anew to the limit of the wait that runs
 import asyncio
 from collections.abc import Awaitable, Mapping
 
-import aiohttp
-
 from kvferry.errors import PeerError
+from kvferry.router.http1 import Connection
+from kvferry.router.http1_parse import BadAnswer
 from kvferry.router.workers import Worker, reason_of
 
 __all__ = ["Answer", "WorkerFailed"]
@@ -34,52 +34,42 @@ class WorkerFailed(PeerError):
 class Answer:
     """Status and headers are here; the body is to be read, by one task. A `Wait` of its worker: see `Worker.waits`."""
 
-    def __init__(self, worker: Worker, response: aiohttp.ClientResponse, pause_s: float) -> None:
-        """`pause_s`: the worker must not be silent for longer within its answer."""
+    def __init__(self, worker: Worker, connection: Connection, pause_s: float) -> None:
+        """The connection has the head of the answer. `pause_s`: the worker must not be silent for longer within it."""
         self.waiting_since_s: float | None = None
+        self.status = connection.parser.status
+        """Of HTTP."""
+        self.headers: Mapping[str, str] = connection.parser.headers
+        """As the worker sent them, names in lower case."""
         self._worker = worker
-        self._response = response
+        self._connection = connection
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def status(self) -> int:
-        """The HTTP status; below 500."""
-        return self._response.status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """As the worker sent them; case does not matter in a look-up."""
-        return self._response.headers
-
-    @property
     def content_type(self) -> str:
         """Without parameters."""
-        return self._response.content_type
+        return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:
         """The whole body. Raises WorkerFailed if it breaks off."""
-        return await self._timed(self._response.read())
+        return await self._timed(self._connection.read())
 
     async def read_some(self) -> bytes:
         """The next bytes, as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""
-        return await self._timed(self._response.content.readany())
+        return await self._timed(self._connection.read_some())
 
     def close(self) -> None:
-        """Keep the connection if the whole body was read; else close it, which aborts the request upstream."""
+        """No more waits. The connection is the upstream's to keep or to close."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._response.content.at_eof():
-            self._response.release()
-        else:
-            self._response.close()
 
     def give_up(self, reason: str) -> None:
         """End the wait that runs, if one does, as WorkerFailed with this reason. On the event loop; never blocks."""
         if self.waiting_since_s is not None:
             failure = WorkerFailed(self._worker, reason, reached=True, status=504)
-            self._response.content.set_exception(failure)  # wakes the reader; what came before it is not lost
+            self._connection.fail(failure)  # wakes the reader; what came before it is not lost
 
     async def _timed(self, reading: Awaitable[bytes]) -> bytes:
         self.waiting_since_s = now_s = self._loop.time()
@@ -87,7 +77,7 @@ class Answer:
             self._timer = self._loop.call_at(now_s + self._pause_s, self._on_timer)
         try:
             return await reading
-        except (aiohttp.ClientError, OSError) as error:
+        except (BadAnswer, OSError) as error:
             raise WorkerFailed(self._worker, f"broke off its answer: {reason_of(error)}", reached=True) from error
         finally:
             self.waiting_since_s = None

@@ -9,6 +9,8 @@ import aiohttp
 import msgspec
 
 from kvferry.router.answers import Answer, WorkerFailed
+from kvferry.router.http1 import Connection, Pool, Unreachable
+from kvferry.router.http1_parse import BadAnswer
 from kvferry.router.settings import RouterSettings
 from kvferry.router.workers import Worker, reason_of
 
@@ -21,15 +23,16 @@ _ELSEWHERE = frozenset({429})
 
 
 class Upstream:
-    """The router's client end. One session for all workers: connections are kept."""
+    """The router's client end: connections to workers, which are kept."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
+        self._pool = Pool()
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """The open session."""
+        """For what is rare: health checks, releases, what the dashboard asks."""
         assert self._session is not None, "the router opens the session at start-up"
         return self._session
 
@@ -43,6 +46,7 @@ class Upstream:
 
     async def stop(self) -> None:
         """Close every connection."""
+        self._pool.stop()
         if self._session is not None:
             await self._session.close()
 
@@ -55,51 +59,55 @@ class Upstream:
         Leaving the context before the whole body was read closes the connection, which aborts the request upstream.
         """
         with worker.busy():
-            response = await self._begin(worker, worker.url + path, body, headers, headers_within_s)
-            answer = Answer(worker, response, self._settings.between_bytes_timeout_s)
+            connection = await self._connect(worker)
+            answer = None
             try:
+                connection.send(self._pool.request_head(worker.url, path, len(body), headers), body)
+                await self._begin(worker, connection, headers_within_s)
+                answer = Answer(worker, connection, self._settings.between_bytes_timeout_s)
                 with worker.ending(answer):
                     if answer.status >= 500 or answer.status in _ELSEWHERE:
                         raise await _refusal(worker, answer)
                     yield answer
             finally:
-                answer.close()
+                if answer is not None:
+                    answer.close()
+                self._pool.release(worker.url, connection)
 
-    async def _begin(
-        self, worker: Worker, url: str, body: bytes, headers: Mapping[str, str], within_s: float
-    ) -> aiohttp.ClientResponse:
-        # Pauses within the answer are timed where it is read.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout_s)
-        limit = asyncio.timeout(within_s)
-        wait = _Begin(limit)
+    async def _connect(self, worker: Worker) -> Connection:
+        limit_s = self._settings.connect_timeout_s
         try:
-            async with limit:
-                with worker.ending(wait):
-                    return await self.session.post(url, data=body, headers=headers, timeout=timeout)
+            return await self._pool.acquire(worker.url, limit_s)
         except TimeoutError as error:
-            kind = isinstance(error, aiohttp.ConnectionTimeoutError)
-            reason = "takes no connection" if kind else wait.reason or f"has not begun to answer in {within_s:g} s"
-            raise WorkerFailed(worker, reason, reached=not kind, status=504) from error
-        except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
-            raise WorkerFailed(worker, reason_of(error), reached=False) from error
-        except (aiohttp.ClientError, OSError) as error:
+            raise WorkerFailed(worker, "takes no connection", reached=False, status=504) from error
+        except Unreachable as error:
+            raise WorkerFailed(worker, str(error), reached=False) from error
+
+    async def _begin(self, worker: Worker, connection: Connection, within_s: float) -> None:
+        """Wait for status and headers. Pauses within the answer are timed where it is read."""
+        wait = _Begin(worker, connection, within_s)
+        try:
+            with worker.ending(wait):
+                await connection.head()
+        except (BadAnswer, OSError) as error:
             raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", reached=True) from error
+        finally:
+            wait.timer.cancel()
 
 
 class _Begin:
     """The wait for status and headers. A `Wait` of its worker."""
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self.reason = ""
-        """Why it was given up before its limit."""
-        self.waiting_since_s: float | None = asyncio.get_running_loop().time()
-        self._limit = limit
+    def __init__(self, worker: Worker, connection: Connection, within_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.waiting_since_s: float | None = loop.time()
+        self.timer = loop.call_later(within_s, self.give_up, f"has not begun to answer in {within_s:g} s")
+        self._worker = worker
+        self._connection = connection
 
     def give_up(self, reason: str) -> None:
         """End the wait now."""
-        if not self._limit.expired():
-            self.reason = reason
-            self._limit.reschedule(asyncio.get_running_loop().time())
+        self._connection.fail(WorkerFailed(self._worker, reason, reached=True, status=504))
 
 
 async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:

@@ -1,0 +1,260 @@
+"""The router's connections to workers: HTTP/1.1, one request at a time on each, kept for the next one.
+
+Hand-made, because it is half of what a request costs: a request through aiohttp's client takes about 150 us of
+processor time, here about 50 (`kvferry bench router`). aiohttp remains the server, and the client for everything rare.
+
+Life of a connection: IDLE (in the pool) -> BUSY (a request was sent; its answer is read by one task) -> IDLE again if
+the answer was read whole and the worker keeps the connection, else closed. Closing it aborts the request there.
+"""
+
+import asyncio
+import ssl
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvferry.router.http1_parse import BadAnswer, ResponseParser
+
+__all__ = ["Connection", "Pool", "Unreachable"]
+
+_HIGH_BYTES = 256 << 10
+"""More of an answer than this is not taken from a worker before the client has taken what was there."""
+_IDLE_S = 4.0
+"""Less than the 5 s after which uvicorn, in front of vLLM, closes an idle connection: we close first, so that no
+request meets a connection that is being closed."""
+_MAX_IDLE = 512
+"""Connections kept for one worker."""
+
+
+class Unreachable(OSError):
+    """No connection: the worker has not seen the request."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection. Its methods are called by one task at a time, on the event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.idle_since_s = 0.0
+        self.parser = ResponseParser()
+        self.parser.complete = True  # nothing was asked yet: an answer that comes unasked is an error
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._paused = False
+
+    # ---- asyncio.Protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream connection"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.parser.feed(data)
+        except BadAnswer as error:
+            self.fail(error)
+            return
+        if self.parser.size > _HIGH_BYTES and not self._paused and not self.parser.complete:
+            self._pause_if_full()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False  # the transport closes itself
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is None:
+            try:
+                self.parser.feed_end()
+            except BadAnswer as broken:
+                error = broken
+        if error is not None and self._failure is None:
+            self._failure = error
+        self._transport = None
+        self._wake()
+
+    # ---- one request ----
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Send a request, and be ready for its answer. Only on a connection that is usable."""
+        assert self._transport is not None, "asked for by the pool alone"
+        self.parser = ResponseParser()
+        self._failure = None
+        self._transport.writelines((head, body))
+
+    async def head(self) -> ResponseParser:
+        """Wait for status and headers. Raises BadAnswer, OSError, or what `fail` was given."""
+        while not self.parser.status:
+            await self._wait()
+        return self.parser
+
+    async def read_some(self) -> bytes:
+        """The next bytes of the body; empty at its end. Raises as `head`; what came before a failure comes first."""
+        parser = self.parser
+        while not parser.parts:
+            if parser.complete:
+                return b""
+            await self._wait()
+        return self._take()
+
+    async def read(self) -> bytes:
+        """The rest of the body. Raises as `head`."""
+        while not self.parser.complete:
+            await self._wait()
+        return self._take()
+
+    def fail(self, error: Exception) -> None:
+        """End the wait that runs, and every later one, with this error. The connection is of no further use."""
+        if self._failure is None:
+            self._failure = error
+        if self._transport is not None:
+            self._transport.abort()
+        self._wake()
+
+    def close(self) -> None:
+        """End it now, whatever is on its way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        """It can take a request."""
+        return self._transport is not None and not self._transport.is_closing() and self._failure is None
+
+    @property
+    def reusable(self) -> bool:
+        """Its answer is whole, was taken, and the worker keeps the connection."""
+        parser = self.parser
+        return self.usable and parser.complete and parser.keep_alive and not parser.parts
+
+    def _take(self) -> bytes:
+        parts = self.parser.parts
+        taken = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return taken
+
+    def _pause_if_full(self) -> None:
+        if sum(map(len, self.parser.parts)) > _HIGH_BYTES and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._paused and self._transport is not None:  # `read` takes what is not read piece by piece
+            self._paused = False
+            self._transport.resume_reading()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Pool:
+    """Connections to all workers. On the event loop."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
+        self._addresses: dict[str, _Address] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._open: set[Connection] = set()
+
+    async def acquire(self, url: str, connect_timeout_s: float) -> Connection:
+        """A usable connection to the worker at `url`. Raises Unreachable, or TimeoutError."""
+        loop = asyncio.get_running_loop()
+        idle = self._idle.get(url)
+        while idle:
+            connection = idle.pop()  # the latest: the others grow old and are closed
+            if connection.usable and loop.time() - connection.idle_since_s < _IDLE_S:
+                return connection
+            self.drop(connection)
+        address = self._address(url)
+        context = self._context() if address.tls else None
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(loop), address.host, address.port, ssl=context, happy_eyeballs_delay=0.25
+                )
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise Unreachable(f"cannot connect: {error.strerror or error}") from error
+        self._open.add(connection)
+        return connection
+
+    def release(self, url: str, connection: Connection) -> None:
+        """Give it back: kept if it can be, else closed."""
+        idle = self._idle[url]
+        if not connection.reusable or len(idle) >= _MAX_IDLE:
+            self.drop(connection)
+            return
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        idle.append(connection)
+        # One that is too old to be used is closed by the next request, or here: two at most for each that comes back.
+        for _ in range(2):
+            if len(idle) > 1 and connection.idle_since_s - idle[0].idle_since_s > _IDLE_S:
+                self.drop(idle.pop(0))
+
+    def drop(self, connection: Connection) -> None:
+        """Close it."""
+        self._open.discard(connection)
+        connection.close()
+
+    def stop(self) -> None:
+        """Close every connection."""
+        for connection in self._open:
+            connection.close()
+        self._open.clear()
+        self._idle.clear()
+
+    def request_head(self, url: str, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+        """The head of a POST. Raises ValueError for a header that is none: it could smuggle in another request."""
+        address = self._address(url)
+        first = f"POST {address.prefix}{path} HTTP/1.1\r\n".encode()
+        lines = [first, address.host_line, b"Content-Length: %d\r\n" % num_bytes]
+        for name, value in headers.items():
+            line = f"{name}: {value}".encode("utf-8", "surrogateescape")
+            if b"\r" in line or b"\n" in line or b"\0" in line:
+                raise ValueError(f"the header {name!r} has a line break in it")
+            lines.append(line + b"\r\n")
+        return b"".join((*lines, b"\r\n"))
+
+    def _address(self, url: str) -> "_Address":
+        found = self._addresses.get(url)
+        if found is None:
+            found = self._addresses[url] = _Address.of(url)
+        return found
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A worker's address, taken apart."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    """Of every path."""
+    host_line: bytes
+
+    @classmethod
+    def of(cls, url: str) -> "_Address":
+        parts = urlsplit(url)
+        assert parts.hostname is not None, "addresses of workers are checked where they come from"
+        tls = parts.scheme == "https"
+        host_line = f"Host: {parts.netloc.rpartition('@')[2]}\r\n".encode()
+        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"), host_line)
