@@ -1,8 +1,8 @@
 """The router's HTTP face."""
 
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -93,7 +93,7 @@ class Router:
             alarm=DecodeOnlyAlarm(settings.alarm_window_s, settings.alarm_share),
             worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
         )  # fmt: skip
-        middlewares = [error_middleware(lambda: uuid.uuid4().hex)]
+        middlewares = [error_middleware(lambda: secrets.token_hex(16))]
         if files.api_keys:
             middlewares.append(key_middleware(read_keys(files.api_keys)))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)

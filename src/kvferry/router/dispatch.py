@@ -112,13 +112,13 @@ class Dispatch:
             with decode.promised(self._prompt.num_tokens) as self._promise:
                 try:
                     if ticket is None:
-                        ticket = self._why_local(decode) or self._why_alone(decode)
-                    if ticket is None:
-                        prefill = self._next_prefill(decode)
-                        assert prefill is not None, "_why_alone has looked"
+                        ticket = self._why_local(decode)
+                    if ticket is None and (prefill := self._next_prefill(decode)) is not None:
                         if can_push(prefill, decode):
                             return await self._push(prefill, decode)
                         ticket = await self._prefill(prefill, decode)
+                    if ticket is None:
+                        ticket = self._alone(decode)
                     return await self._decode(decode, ticket)
                 except WorkerFailed as failure:
                     self._note(failure, "decode" if failure.worker is decode else "prefill")
@@ -145,16 +145,8 @@ class Dispatch:
                 why = f"about {uncached} of its tokens are not in decode's cache, and a hand-off pays from {below}"
         return None if why is None else Ticket(why=why, local=True)
 
-    def _why_alone(self, decode: Worker) -> Ticket | None:
-        """Nobody can prefill for it; None: somebody can."""
-        left = len(self._tried.prefill) < self._shared.settings.max_attempts
-        if left and any(
-            worker not in self._tried.prefill
-            and worker.why_not_now() is None
-            and self._fleet.why_not_now(worker, decode) is None
-            for worker in self._fleet.prefill
-        ):
-            return None
+    def _alone(self, decode: Worker) -> Ticket:
+        """Nobody can prefill for it, and why."""
         failures = [str(failure) for failure in self._tried.failures if failure.worker.wanted == "prefill"]
         return Ticket(why="prefill " + ("; ".join(failures) if failures else self._fleet.why_no_prefill(decode)))
 

@@ -50,19 +50,15 @@ class RouterMetrics:
         self._waiting = gauge("waiting", "Requests that wait for room on decode")
         self._alarm = gauge("decode_only_alarm", "1: the fleet serves decode-only, and nobody chose that")
         self._threshold = gauge("local_below_tokens", "Prompts with fewer uncached tokens are computed by decode")
-        self._by_request: dict[tuple[str, int], Counter] = {}
+        self._children: dict[tuple[object, ...], Counter] = {}
 
     def on_end(self, endpoint: str, status: int) -> None:
         """A request ended; 499: its client hung up."""
-        key = (endpoint, status)
-        counter = self._by_request.get(key)
-        if counter is None:
-            counter = self._by_request[key] = self._requests.labels(endpoint, str(status))
-        counter.inc()
+        self._child(self._requests, endpoint, str(status)).inc()
 
     def on_route(self, route: str) -> None:
         """A way was chosen, and the answer has begun."""
-        self._routes.labels(route).inc()
+        self._child(self._routes, route).inc()
         if route == "alone":
             self._alone.inc()
 
@@ -87,14 +83,22 @@ class RouterMetrics:
         for source, name in _SOURCES.items():
             value = headers.get(name, "")
             if value.isascii() and value.isdigit() and len(value) < 10:
-                self._tokens.labels(source).inc(int(value))
+                self._child(self._tokens, source).inc(int(value))
 
     def on_pair(self, prefill: str, decode: str, *, landed: bool, headers: Mapping[str, str]) -> None:
         """A hand-off of a pair has ended."""
-        self._pairs.labels(prefill, decode, "landed" if landed else "failed").inc()
+        self._child(self._pairs, prefill, decode, "landed" if landed else "failed").inc()
         value = headers.get(_SOURCES["handed_over"], "")
         if value.isascii() and value.isdigit() and len(value) < 10:
-            self._pair_tokens.labels(prefill, decode).inc(int(value))
+            self._child(self._pair_tokens, prefill, decode).inc(int(value))
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """Kept: finding one by its labels costs as much as all else that a request counts."""
+        key = (counter, *labels)
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = counter.labels(*labels)
+        return child
 
     def text(self, fleet: Fleet, *, now_s: float, num_waiting: int, alarm: bool, local_below: int) -> bytes:
         """The exposition format. `now_s`: monotonic."""

@@ -7,8 +7,6 @@ worker's own word, for example `draining`: it is well, and gets nothing new.
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -165,14 +163,9 @@ class Worker:
         others = 0 if self.info is None else self.info.load.open_requests - self.report.num_open_then
         return self.num_open + max(0, others)
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Count a request as open for as long."""
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
+    def busy(self) -> "_Busy":
+        """A context: count a request as open for as long."""
+        return _Busy(self)
 
     # ---- room ----
 
@@ -195,15 +188,9 @@ class Worker:
         free = self.free_blocks
         return free is None or free >= self.blocks_for(num_tokens)
 
-    @contextmanager
-    def promised(self, num_tokens: int) -> Iterator[Promise]:
-        """Keep room for a prompt for as long; its report takes over once decode has begun to answer."""
-        promise, key = Promise(self.blocks_for(num_tokens)), next(self._serial)
-        self._promises[key] = promise
-        try:
-            yield promise
-        finally:
-            self._promises.pop(key, None)
+    def promised(self, num_tokens: int) -> "_Promised":
+        """A context: keep room for a prompt for as long; its report takes over once decode has begun to answer."""
+        return _Promised(self._promises, next(self._serial), Promise(self.blocks_for(num_tokens)))
 
     def reported(self, asked_s: float) -> None:
         """It has told its room; asked for at `asked_s` (monotonic)."""
@@ -213,14 +200,9 @@ class Worker:
 
     # ---- waits ----
 
-    @contextmanager
-    def ending(self, wait: Wait) -> Iterator[None]:
-        """Have this wait given up within the context if the worker hangs."""
-        self._waits.add(wait)
-        try:
-            yield
-        finally:
-            self._waits.discard(wait)
+    def ending(self, wait: Wait) -> "_Ending":
+        """A context: have this wait given up within it if the worker hangs."""
+        return _Ending(self._waits, wait)
 
     def end_waits(self, since_s: float, reason: str) -> int:
         """Give up the waits that began at `since_s` (loop time) or before. Returns how many."""
@@ -228,3 +210,49 @@ class Worker:
         for wait in ended:
             wait.give_up(reason)
         return len(ended)
+
+
+# Contexts of every request: classes, for a generator costs four times as much.
+
+
+class _Busy:
+    __slots__ = ("_worker",)
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        self._worker.num_open += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.num_open -= 1
+
+
+class _Ending:
+    __slots__ = ("_wait", "_waits")
+
+    def __init__(self, waits: set[Wait], wait: Wait) -> None:
+        self._waits = waits
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        self._waits.add(self._wait)
+
+    def __exit__(self, *_: object) -> None:
+        self._waits.discard(self._wait)
+
+
+class _Promised:
+    __slots__ = ("_key", "_promise", "_promises")
+
+    def __init__(self, promises: dict[int, Promise], key: int, promise: Promise) -> None:
+        self._promises = promises
+        self._key = key
+        self._promise = promise
+
+    def __enter__(self) -> Promise:
+        self._promises[self._key] = self._promise
+        return self._promise
+
+    def __exit__(self, *_: object) -> None:
+        self._promises.pop(self._key, None)
