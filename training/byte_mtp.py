@@ -166,7 +166,9 @@ class ByteMtp(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
-                scale = 0.02 / math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                scale = (
+                    0.02 / math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                )
                 nn.init.normal_(weight, std=scale if "embed" in name else scale * math.sqrt(512 / shape.hidden))
 
     def forward(self, tokens: torch.Tensor, length: int) -> list[torch.Tensor]:
@@ -302,7 +304,11 @@ def save(model: ByteMtp, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{name}": value.detach().bfloat16().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    letters = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "Ā", "model_max_length": model.shape.positions}
+    letters = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "Ā",
+        "model_max_length": model.shape.positions,
+    }
     for name, value in (
         ("config.json", model.shape.config()),
         ("tokenizer.json", tokenizer()),

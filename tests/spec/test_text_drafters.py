@@ -18,6 +18,7 @@ def suffix_drafter(*, cached: int = 1000, factor: float = 2.0, share: float = 0.
 def test_ngram_takes_what_followed_the_last_time() -> None:
     drafter = NgramDrafter(shortest=2, longest=3)
     assert drafter.propose(A, [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3], 3) == [7, 8, 1]
+    assert drafter.propose(A, [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3, 7], 6) == [8, 1, 2, 3, 7, 8]
     assert drafter.propose(B, [1, 2, 3], 3) == []
 
 
@@ -30,7 +31,8 @@ def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> lis
     for size in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
-                return tokens[end : end + count]
+                behind = tokens[end:]
+                return (behind * count)[:count]
     return []
 
 

@@ -38,12 +38,12 @@ def test_penalties_see_the_drafts_before() -> None:
     assert [c.token for c in out[0]] == [3, 2]
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
 def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
-    """40,000 draws of two tokens: each of the 64 pairs within 4 sigma (at most 1 %) of its probability, whatever was
+    """20,000 draws of two tokens: each of the 64 pairs within 4 sigma (at most 1.4 %) of its probability, whatever was
     drafted; a verification that is wrong by 2 % would fail."""
     torch.manual_seed(5)
-    num = 40_000
+    num = 20_000
     first, second = torch.randn(VOCAB) * 1.5, torch.randn(VOCAB, VOCAB) * 1.5
     drafts = [int(first.argmax()), int(first.argsort()[-3])]  # the likeliest, and another one
     sampling = {"temperature": 0.9, **filters}

@@ -2,12 +2,13 @@
 
 import torch
 
-from kvferry.engines.mini.cache import num_blocks_of
+from kvferry.engines.mini.cache import free_bytes, num_blocks_of, place
 from kvferry.engines.mini.families import family_of
 from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.cards import DrafterCard
 from kvferry.engines.mini.specs import GroupSpec, LayerCache, make_groups
 from kvferry.errors import ConfigError
 
@@ -19,21 +20,41 @@ def shards(tp: int, pp: int) -> tuple[Shard, ...]:
     return tuple(Shard(index % tp, tp, index // tp, pp) for index in range(tp * pp))
 
 
-def layers_of(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> tuple[LayerCache, ...]:
-    """What the layers of one rank keep. Raises ConfigError where the model cannot be split that way."""
-    return family_of(config.architecture).caches(config, shard, KvFormat(dtype))
+def layers_of(
+    config: ModelConfig, dtype: torch.dtype, shard: Shard, drafter: DrafterCard | None = None
+) -> tuple[LayerCache, ...]:
+    """What the layers of one rank keep, the drafter's included. Raises ConfigError where the model cannot be split that
+    way."""
+    kv = KvFormat(dtype)
+    drafts = drafter.caches(shard, kv) if drafter is not None else ()
+    return (*family_of(config.architecture).caches(config, shard, kv), *drafts)
 
 
-def groups_of(config: ModelConfig, dtype: torch.dtype, pp: int) -> tuple[GroupSpec, ...]:
+def groups_of(
+    config: ModelConfig, dtype: torch.dtype, pp: int, drafter: DrafterCard | None = None
+) -> tuple[GroupSpec, ...]:
     """Cache groups over all stages: the same on every rank, so that block tables are."""
-    return make_groups([layer for shard in shards(1, pp) for layer in layers_of(config, dtype, shard)])
+    return make_groups([layer for shard in shards(1, pp) for layer in layers_of(config, dtype, shard, drafter)])
 
 
-def agreed_blocks(config: ModelConfig, dtype: torch.dtype, settings: EngineSettings) -> int:
-    """How many blocks every rank can have: the least that any of them can. Raises ConfigError for fewer than two."""
-    groups = groups_of(config, dtype, settings.pp)
-    ranks = shards(settings.tp, settings.pp)
-    return min(num_blocks_of(layers_of(config, dtype, shard), groups, settings) for shard in ranks)
+def agreed_blocks(
+    config: ModelConfig, dtype: torch.dtype, settings: EngineSettings, drafter: DrafterCard | None = None
+) -> int:
+    """How many blocks every rank can have: the least that any of them can.
+
+    Raises ConfigError for fewer than two, and where the ranks' caches together are more than this machine's memory.
+    """
+    groups = groups_of(config, dtype, settings.pp, drafter)
+    layers = [layers_of(config, dtype, shard, drafter) for shard in shards(settings.tp, settings.pp)]
+    num_blocks = min(num_blocks_of(one, groups, settings) for one in layers)
+    need = num_blocks * sum(place(one, groups, settings.block_tokens).page_bytes for one in layers)
+    free = free_bytes("cpu") if settings.device == "cpu" else None
+    if free is not None and need > free:
+        raise ConfigError(
+            f"no memory for {len(layers)} ranks with a cache of {need} bytes together: {free} bytes are free. Set "
+            f"cache_bytes (--cache-gb, in GiB, of each rank) to {free // len(layers)} or less."
+        )
+    return num_blocks
 
 
 def check_parallel(config: ModelConfig, settings: EngineSettings) -> None:

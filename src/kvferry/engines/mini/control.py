@@ -15,6 +15,7 @@ from typing import Any
 from kvferry.connector.base import StepOrders, StepReport
 from kvferry.engines.mini.executor import ConnectorStart
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.records import DraftInput, DraftOutput
 from kvferry.engines.mini.specs import StepInput
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheLayout
@@ -26,6 +27,8 @@ __all__ = [
     "Close",
     "Connect",
     "Connected",
+    "Draft",
+    "Drafted",
     "Drain",
     "Loaded",
     "Orders",
@@ -70,6 +73,13 @@ class Step:
     number: int
     step: StepInput
     orders: StepOrders
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """To the ranks of the last stage: see Executor.draft. In its turn among the steps."""
+
+    order: DraftInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,13 @@ class StepDone:
     number: int
     rows: int
     columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """From the first rank of the last stage."""
+
+    output: DraftOutput
 
 
 @dataclass(frozen=True, slots=True)

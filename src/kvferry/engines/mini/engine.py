@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepOrders, StepReport
 from kvferry.engines.mini.answer import Answer, Finish
@@ -32,6 +34,11 @@ from kvferry.engines.mini.request import Request, State
 from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
 from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.acceptance import Acceptance
+from kvferry.engines.mini.spec.cards import DrafterCard
+from kvferry.engines.mini.spec.load import find_drafter
+from kvferry.engines.mini.spec.speculation import Note, Speculation
+from kvferry.engines.mini.spec.verify import verify
 from kvferry.engines.mini.specs import ShareInput, StepInput
 from kvferry.engines.mini.tokenizer import Detokenizer
 from kvferry.errors import MalformedMessage, RanksLost, RequestError, RequestTooLong
@@ -69,6 +76,8 @@ class EngineStats:
     """How often ranks have died and were started anew."""
     blocks_per_run: float
     """How many neighbouring blocks of a prompt lay on average in one run: the longer, the faster its hand-off."""
+    acceptance: Acceptance
+    """How many drafts stood; all zeros without speculation."""
 
 
 class Engine:
@@ -109,6 +118,7 @@ class Engine:
         self._ended: list[Output] = []
         self._steps = self._prompt_tokens = self._cached_tokens = self._handed_over_tokens = self._answer_tokens = 0
         self._placed_blocks = self._placed_runs = 0
+        self._drafter: DrafterCard | None = find_drafter(settings, model)
         self._equip(executor, connector)
 
     @classmethod
@@ -122,6 +132,13 @@ class Engine:
         settings = self.settings
         self.executor = executor
         self._connector = connector
+        card = self._drafter
+        self._speculation: Speculation | None = None
+        if card is not None:
+            self._speculation = Speculation(
+                card, executor, max_model_len=self.max_model_len, block_tokens=settings.block_tokens
+            )
+        modules = card.speculative.num_modules if card else 0
         self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
         self.scheduler = Scheduler(
             self.blocks,
@@ -130,6 +147,9 @@ class Engine:
             max_batch_tokens=settings.max_batch_tokens,
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
+            lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules) if card else 0,
+            tied_tokens=modules,
+            slots_ahead=card.num_slots_ahead if card else 0,
             connector=connector,
         )
         executor.on_news(lambda: self._wake())
@@ -243,7 +263,7 @@ class Engine:
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
         if plan.shares or unclean or plan.changes.copies or orders:
-            self.executor.submit(_numbers(plan, unclean), orders)
+            self.executor.submit(self._numbers(plan, unclean), orders)
         if plan.shares:
             self._in_flight.append(plan)
             for share in plan.shares:
@@ -253,6 +273,23 @@ class Engine:
         outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
         return bool(plan.shares)
+
+    def _numbers(self, plan: StepPlan, unclean: Sequence[int]) -> StepInput:
+        """What the ranks are told of a plan."""
+        speculation = self._speculation
+        shares = tuple(
+            ShareInput(
+                tuple(share.token_ids),
+                share.start,
+                share.stop,
+                share.request.tables,
+                share.num_logits,
+                speculation.key(share.request) if speculation is not None else "",
+            )
+            for share in plan.shares
+        )
+        forget = speculation.take_forgotten() if speculation is not None else ()
+        return StepInput(shares, clear=tuple(unclean), copies=tuple(plan.changes.copies), forget=forget)
 
     def _note_stages(self, plan: StepPlan) -> None:
         """Who is computed, or waits for KV, for the first time."""
@@ -270,16 +307,37 @@ class Engine:
         self._steps += 1
         for share in plan.shares:
             share.request.in_flight = False
-        ready = [share.request for share in plan.shares if share.wants_logits]
-        alive = [i for i, request in enumerate(ready) if request.state is not State.FINISHED]  # others were aborted
-        if logits is not None and len(alive) < len(ready):
-            logits, ready = logits[alive], [ready[i] for i in alive]
-        chosen = choose(logits, [self._row(request) for request in ready]) if logits is not None and ready else []
-        self._keep_books([share for share in plan.shares if share.request.state is not State.FINISHED])
-        outputs = [self._append(request, choice) for request, choice in zip(ready, chosen, strict=True)]
-        open_ones = [share.request for share in plan.shares if share.request.state is not State.FINISHED]
+        chosen = self._choose(plan, logits) if logits is not None else {}
+        alive = [share for share in plan.shares if share.request.state is not State.FINISHED]
+        notes = self._keep_books(alive, chosen)
+        outputs = [self._append(share.request, chosen[share.request]) for share in alive if share.request in chosen]
+        open_ones = [share.request for share in alive if share.request.state is not State.FINISHED]
         left = [request for request in open_ones if request.num_left and request.num_missing <= 0]
-        return outputs + [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
+        outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
+        if self._speculation is not None:
+            self._speculation.draft(notes)
+        return outputs
+
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[Chosen]]:
+        """The new tokens of each request that got that far: one, and the drafts that stood before it."""
+        wanted: list[int] = []
+        ready: list[Share] = []
+        at = 0
+        for share in plan.shares:
+            if share.num_logits and share.request.state is not State.FINISHED:  # else it was aborted
+                ready.append(share)
+                wanted += range(at, at + share.num_logits)
+            at += share.num_logits
+        if not ready:
+            return {}
+        rows = [self._row(share.request) for share in ready]
+        if len(wanted) < at:
+            logits = logits[wanted]
+        if all(not share.drafts for share in ready):
+            chosen = [[one] for one in choose(logits, rows)]
+        else:
+            chosen = verify(logits, rows, [share.drafts for share in ready])
+        return {share.request: tokens for share, tokens in zip(ready, chosen, strict=True)}
 
     def _row(self, request: Request) -> Row:
         seed = request.sampling.seed
@@ -288,26 +346,43 @@ class Engine:
         answer = request.tokens[request.num_prompt_tokens :]
         return Row(request.sampling, seed, request.spec.prompt_token_ids, answer, self._eos)
 
-    def _keep_books(self, shares: Sequence[Share]) -> None:
-        """The KV of these shares is stored."""
+    def _keep_books(self, shares: Sequence[Share], chosen: dict[Request, list[Chosen]]) -> list[Note]:
+        """The KV of these shares is stored; that of drafts which fell is not the request's."""
+        counts = []
         for share in shares:
             request = share.request
-            request.computed(share.stop)
+            known = share.stop - len(share.drafts)
+            counts.append(known + (len(chosen[request]) - 1 if share.drafts else 0))
+            if counts[-1] < share.stop and self.scheduler.groups.has_state:
+                # A state cannot lose a token again: the one before the step, and what stood is computed once more.
+                self.scheduler.groups.take_back(request)
+                request.computed(share.start)
+            else:
+                request.computed(counts[-1])
             self.scheduler.remember(request)
             if self._connector is not None and request.for_remote:
                 request.handoff_open = True
                 self._connector.computed(request, request.tables, request.num_computed)
+        if self._speculation is None:
+            return []
+        for share in shares:
+            if share.drafts:
+                self._speculation.count(share, len(chosen[share.request]))
+        return self._speculation.note(shares, counts)
 
-    def _append(self, request: Request, choice: Chosen) -> Output:
-        first = request.first_token
-        if first is not None and request.spec.first_token_sent and len(request.tokens) == request.num_prompt_tokens:
-            choice = self._as_sent(request, first)
-        request.tokens.append(choice.token)
-        request.chosen = choice.logprobs
-        self._answer_tokens += 1
+    def _append(self, request: Request, chosen: Sequence[Chosen]) -> Output:
+        first, finish = request.first_token, None
+        for choice in chosen:
+            if first is not None and request.spec.first_token_sent and len(request.tokens) == request.num_prompt_tokens:
+                choice = self._as_sent(request, first)
+            request.tokens.append(choice.token)
+            request.chosen = choice.logprobs
+            self._answer_tokens += 1
+            finish = request.answer.push(choice.token, choice.logprobs)
+            if finish is not None:
+                break
         if request.stages.first_token_s is None:
             request.stages = replace(request.stages, first_token_s=self._clock.now_s())
-        finish = request.answer.push(choice.token, choice.logprobs)
         return self._end(request, finish) if finish is not None else self._output(request)
 
     def _output(self, request: Request, finish: Finish | None = None) -> Output:
@@ -334,6 +409,8 @@ class Engine:
         request.state = State.FINISHED
         del self._requests[request.request_id]
         self._count(request)
+        if self._speculation is not None:
+            self._speculation.ended(request)
         transfer, params = None, None
         if self._connector is not None:
             decodes_elsewhere = request.for_remote and finish.reason is FinishReason.LENGTH
@@ -453,7 +530,7 @@ class Engine:
         """The other engine has chosen the first token: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
-        return self._append(request, self._as_sent(request, first))
+        return self._append(request, [self._as_sent(request, first)])
 
     def _as_sent(self, request: Request, first: FirstToken) -> Chosen:
         """The other engine's first token, as if it were chosen here."""
@@ -505,20 +582,12 @@ class Engine:
             ranks=len(self.executor.pids),
             revivals=self.num_revivals,
             blocks_per_run=self._placed_blocks / self._placed_runs if self._placed_runs else 0.0,
+            acceptance=self._speculation.acceptance if self._speculation is not None else Acceptance(),
         )
 
     def check(self) -> None:
         """Prove that every block is accounted for. For tests and debugging."""
         self.blocks.check([request.block_ids for request in self._requests.values()])
-
-
-def _numbers(plan: StepPlan, unclean: Sequence[int]) -> StepInput:
-    """What the ranks are told of a plan."""
-    shares = tuple(
-        ShareInput(tuple(share.token_ids), share.start, share.stop, share.request.tables, int(share.wants_logits))
-        for share in plan.shares
-    )
-    return StepInput(shares, clear=tuple(unclean), copies=tuple(plan.changes.copies))
 
 
 def _first_token(request: Request) -> FirstToken | None:

@@ -10,6 +10,7 @@ from kvferry.engines.mini.loading import ModelCard, load_model, open_model
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.ranks import ProcessExecutor
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.load import find_drafter, load_drafter
 
 __all__ = ["equip"]
 
@@ -23,11 +24,13 @@ def equip(settings: EngineSettings, launcher: Launcher | None = None) -> tuple[M
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         model = load_model(settings)
-        layers = layers_of(model.config, model.dtype, Shard())
-        cache = KVCache.sized(layers, groups_of(model.config, model.dtype, 1), settings, model.device)
-        return model, LocalExecutor(model.network, cache)
+        drafter = find_drafter(settings, model)
+        layers = layers_of(model.config, model.dtype, Shard(), drafter)
+        cache = KVCache.sized(layers, groups_of(model.config, model.dtype, 1, drafter), settings, model.device)
+        return model, LocalExecutor(model.network, cache, drafter=load_drafter(drafter, model, cache, Shard()))
     card = open_model(settings)
     check_parallel(card.config, settings)
-    executor = ProcessExecutor(settings, num_blocks=agreed_blocks(card.config, card.dtype, settings), launcher=launcher)
+    num_blocks = agreed_blocks(card.config, card.dtype, settings, find_drafter(settings, card))
+    executor = ProcessExecutor(settings, num_blocks=num_blocks, launcher=launcher)
     executor.start()
     return card, executor

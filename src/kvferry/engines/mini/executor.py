@@ -20,6 +20,8 @@ from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.runner import Runner
+from kvferry.engines.mini.spec.chain import Drafter
+from kvferry.engines.mini.spec.records import DraftInput, DraftOutput
 from kvferry.engines.mini.specs import StepInput
 from kvferry.handoff.orders import Depart, Introduce
 from kvferry.ids import EngineId, Incarnation
@@ -69,6 +71,10 @@ class Executor(Protocol):
 
     def collect(self) -> StepOutcome:
         """Of the oldest step with shares that was not collected. Blocks. Raises RanksLost if a rank has died."""
+        ...
+
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """What the last stage's drafter makes of a step that was collected. Blocks. Raises RanksLost."""
         ...
 
     def reports(self) -> tuple[StepReport, ...]:
@@ -155,16 +161,21 @@ class Rank:
         *,
         shard: Shard | None = None,
         stages: Stages | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`stages`: the way to the pipeline stages before and behind, where there are several."""
+        """`stages`: the way to the pipeline stages before and behind, where there are several. `drafter`: of a rank of
+        the last stage."""
         self.cache = cache
         self.worker = worker
         self._shard = shard or Shard()
         self._stages = stages
         self._runner = Runner(network, cache)
+        self._drafter = drafter
 
     def execute(self, step: StepInput, orders: StepOrders) -> torch.Tensor | None:
         """One step of this rank. What it returns, on the last stage: see StepOutcome.logits."""
+        if self._drafter is not None:
+            self._drafter.forget(step.forget)
         self.cache.copy(step.copies)
         self.cache.clear(step.clear)
         if self.worker is not None and orders:
@@ -182,18 +193,27 @@ class Rank:
         if not self._shard.is_last:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             self._stages.send(hidden)
+        if self._drafter is not None:
+            self._drafter.absorb(step.shares, hidden)
         return logits
+
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """See Executor; on the last stage."""
+        assert self._drafter is not None, "only engines whose drafter keeps KV ask ranks for drafts"
+        return self._drafter.draft(order)
 
 
 class LocalExecutor:
     """The whole model in this process: a step is computed when it is submitted."""
 
-    def __init__(self, network: Network, cache: KVCache, worker: WorkerHalf | None = None) -> None:
+    def __init__(
+        self, network: Network, cache: KVCache, worker: WorkerHalf | None = None, drafter: Drafter | None = None
+    ) -> None:
         """`worker`: a worker half that the caller has made, instead of `connect`."""
         self.cache = cache
         self._worker = worker
         self._handoffs: HandoffWorker | None = None
-        self._rank = Rank(network, cache, worker)
+        self._rank = Rank(network, cache, worker, drafter=drafter)
         self._outcomes: deque[StepOutcome] = deque()
         self._layouts: tuple[CacheLayout, ...] = ()
 
@@ -216,6 +236,10 @@ class LocalExecutor:
     def collect(self) -> StepOutcome:
         """See Executor."""
         return self._outcomes.popleft()
+
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """See Executor."""
+        return self._rank.draft(order)
 
     def reports(self) -> tuple[StepReport, ...]:
         """See Executor."""

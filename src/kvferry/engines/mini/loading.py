@@ -21,7 +21,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Tokenizer
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "load_model", "open_model"]
+__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "load_model", "open_model", "open_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedMo
         network = family_of(config.architecture).build(config, weights, shard)
     logger.info("model loaded directory=%s dtype=%s device=%s", directory, dtype, device)
     return LoadedModel(settings.model, directory, config, tokenizer, dtype, network, device)
+
+
+def open_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> "_Weights":
+    """The tensors of a checkpoint; none is read yet. Raises UnknownModel for what is no whole checkpoint."""
+    return _Weights(directory, _weight_files(directory), dtype, device)
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:
@@ -162,7 +167,11 @@ class _Weights:
 
     def check(self, config: ModelConfig) -> None:
         """Every tensor that the config implies is there, in its shape."""
-        for name, shape in expected_tensors(config):
+        self.check_tensors(expected_tensors(config))
+
+    def check_tensors(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
+        """The same of some tensors."""
+        for name, shape in expected:
             if name not in self._shapes:
                 raise UnknownModel(f"{str(self._directory)!r} lacks the tensor {name!r} {shape}. Copy it again.")
             if self._shapes[name] != shape:

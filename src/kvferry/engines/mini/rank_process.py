@@ -32,6 +32,8 @@ from kvferry.engines.mini.control import (
     Close,
     Connect,
     Connected,
+    Draft,
+    Drafted,
     Drain,
     Loaded,
     Orders,
@@ -47,6 +49,7 @@ from kvferry.engines.mini.launcher import serve
 from kvferry.engines.mini.loading import load_model
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.load import find_drafter, load_drafter
 from kvferry.errors import FerryError
 from kvferry.ids import EngineId, Incarnation
 from kvferry.stats import HandoffStats
@@ -68,7 +71,7 @@ class RankProcess:
         self._start = start
         tp = settings.tp
         self._shard = Shard(start.index % tp, tp, start.index // tp, settings.pp)
-        self._todo: queue.SimpleQueue[Step | Connect | Close] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Step | Draft | Connect | Close] = queue.SimpleQueue()
         self._worker: HandoffWorker | None = None
         self._telling = threading.Lock()
         self._told: Status | None = None
@@ -82,6 +85,8 @@ class RankProcess:
         while not isinstance(todo := self._todo.get(), Close):
             if isinstance(todo, Connect):
                 self._connect(todo)
+            elif isinstance(todo, Draft):
+                self._draft(todo)
             else:
                 self._compute(todo)
         if self._worker is not None:
@@ -94,13 +99,15 @@ class RankProcess:
         device = device_of(settings.device, shard.index)
         shard, through_cpu = comm.join(shard, self._start.store, device=device, timeout_s=settings.rank_timeout_s)
         model = load_model(_on(settings, device), shard)
-        groups = groups_of(model.config, model.dtype, shard.pp_size)
-        layers = layers_of(model.config, model.dtype, shard)
+        drafter = find_drafter(settings, model)
+        groups = groups_of(model.config, model.dtype, shard.pp_size, drafter)
+        layers = layers_of(model.config, model.dtype, shard, drafter)
         cache = KVCache.sized(layers, groups, settings, device, rank=shard.rank, num_blocks=self._start.num_blocks)
         stages = comm.Stages(
             shard, hidden=model.config.hidden, dtype=model.dtype, device=device, through_cpu=through_cpu
         )
-        self._rank = Rank(model.network, cache, shard=shard, stages=stages)
+        drafts = load_drafter(drafter, model, cache, shard)
+        self._rank = Rank(model.network, cache, shard=shard, stages=stages, drafter=drafts)
         self._channel.send(Loaded(os.getpid(), cache.layout()))
 
     def _connect(self, order: Connect) -> None:
@@ -119,6 +126,12 @@ class RankProcess:
         )
         self._rank.worker = self._worker
         self._channel.send(Connected(self._worker.transport_metadata))
+
+    def _draft(self, todo: Draft) -> None:
+        assert self._rank is not None, "the engine asks ranks that have loaded"
+        output = self._rank.draft(todo.order)
+        if self._shard.tp_rank == 0:
+            self._channel.send(Drafted(output))
 
     def _compute(self, todo: Step) -> None:
         assert self._rank is not None, "the engine sends steps to ranks that have loaded"
@@ -147,7 +160,7 @@ class RankProcess:
 
     def _take(self, record: object) -> None:
         worker = self._worker
-        if isinstance(record, Step | Connect | Close):
+        if isinstance(record, Step | Draft | Connect | Close):
             self._todo.put(record)
         elif isinstance(record, Orders) and worker is not None:
             worker.start_step(record.orders)

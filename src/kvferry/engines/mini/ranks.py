@@ -31,6 +31,8 @@ from kvferry.engines.mini.control import (
     Close,
     Connect,
     Connected,
+    Draft,
+    Drafted,
     Drain,
     Loaded,
     Orders,
@@ -44,6 +46,7 @@ from kvferry.engines.mini.control import (
 from kvferry.engines.mini.executor import ConnectorStart, OnPeerLost, StepOutcome
 from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.records import DraftInput, DraftOutput
 from kvferry.engines.mini.specs import StepInput
 from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
 from kvferry.handoff.orders import Depart, Introduce
@@ -87,6 +90,7 @@ class ProcessExecutor:
         self._launcher: Launcher | None = None
         self._news = threading.Condition()
         self._outcomes: deque[StepOutcome] = deque()
+        self._drafts: deque[DraftOutput] = deque()
         self._reports: deque[StepReport] = deque()
         self._lost: FerryError | None = None
         self._closing = False
@@ -177,12 +181,23 @@ class ProcessExecutor:
 
     def collect(self) -> StepOutcome:
         """See Executor. Raises RanksLost."""
+        self._await_work(self._outcomes)
+        return self._outcomes.popleft()
+
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """See Executor. Raises RanksLost."""
+        body = pickle.dumps(Draft(order), pickle.HIGHEST_PROTOCOL)
+        for rank in self._ranks[-self._settings.tp :]:
+            self._send(rank, None, body)
+        self._await_work(self._drafts)
+        return self._drafts.popleft()
+
+    def _await_work(self, answers: "deque[StepOutcome] | deque[DraftOutput]") -> None:
         try:
-            self._await(lambda: bool(self._outcomes), self._settings.rank_timeout_s, "computed a step")
+            self._await(lambda: bool(answers), self._settings.rank_timeout_s, "computed a step")
         except TimeoutError as error:
             self._lose(f"no rank has computed a step in {self._settings.rank_timeout_s:g} s (rank_timeout_s)")
             raise self._why_lost() from error
-        return self._outcomes.popleft()
 
     def reports(self) -> tuple[StepReport, ...]:
         """See Executor. Raises RanksLost."""
@@ -332,6 +347,8 @@ class ProcessExecutor:
                 if record.rows:
                     logits = torch.frombuffer(payload, dtype=torch.float32).view(record.rows, record.columns)
                 self._outcomes.append(StepOutcome(logits))
+            elif isinstance(record, Drafted):
+                self._drafts.append(record.output)
             elif isinstance(record, Status):
                 rank.stats = record.stats
                 if record.report:

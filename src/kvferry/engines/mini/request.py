@@ -33,7 +33,8 @@ class GroupBlocks:
     """WINDOW: the blocks before it are not there (any more)."""
     ids: list[int] = field(default_factory=list)
     state: bool = False
-    """One block, which holds the state after all tokens that are computed."""
+    """One block, which holds the state after all tokens that are computed; and, of a request with drafts, a second one:
+    the state before its last step, which is what there is if a draft falls."""
     whole_from: int = 0
     """Blocks before this one may lack tokens that no window at the end of a hand-off needs: not for other requests."""
 
@@ -73,6 +74,10 @@ class Request:
         """Decode: the other engine brings the tokens before this one."""
         self.in_flight = False
         """A step that computes it is on its way: it is not planned, and not preempted."""
+        self.drafts: tuple[int, ...] = ()
+        """What the tokens behind the known ones may be; verified by the next step."""
+        self.cold_from = 0
+        """Decode: the drafter's cache begins at this token, for prefill has no drafter. 0: it is whole."""
         self.num_preemptions = 0
         self.handoff_over = False
         """Decode: the other engine's KV has landed, failed, or will not come: not to be asked for again."""
@@ -147,7 +152,11 @@ class Request:
     def tables_at(self, num_tokens: int) -> tuple[BlockTable, ...]:
         """The same; states are, or will be, those after `num_tokens`."""
         return tuple(
-            BlockTable(group, num_tokens if held.state else held.first * self.block_tokens, tuple(held.ids))
+            BlockTable(
+                group,
+                num_tokens if held.state else held.first * self.block_tokens,
+                tuple(held.ids[:1] if held.state else held.ids),
+            )
             for group, held in enumerate(self.blocks)
         )
 

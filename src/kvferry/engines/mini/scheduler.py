@@ -36,16 +36,18 @@ class Share:
     request: Request
     start: int
     stop: int
+    drafts: tuple[int, ...] = ()
+    """The last tokens of it, which are only guessed."""
 
     @property
     def token_ids(self) -> list[int]:
         """Those tokens."""
-        return self.request.tokens[self.start : self.stop]
+        return [*self.request.tokens[self.start : self.stop], *self.drafts]
 
     @property
-    def wants_logits(self) -> bool:
-        """Whether the next token can be chosen after it."""
-        return self.stop == len(self.request.tokens)
+    def num_logits(self) -> int:
+        """Behind how many of its last tokens the next one is to be chosen: the last known token, and each draft."""
+        return 1 + len(self.drafts) if self.stop >= len(self.request.tokens) else 0
 
 
 @dataclass(slots=True)
@@ -77,9 +79,12 @@ class Scheduler:
         max_running: int,
         prefix_caching: bool,
         lookahead: int = 0,
+        tied_tokens: int = 0,
+        slots_ahead: int = 0,
         connector: SchedulerHalf | None = None,
     ) -> None:
-        """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens."""
+        """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens. `tied_tokens`: on
+        so many tokens behind a block its content depends. `slots_ahead`: a drafter writes so far behind the tokens."""
         self.blocks = blocks
         self.groups = Groups(
             specs,
@@ -97,7 +102,8 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching
-        self._lookahead = lookahead
+        self._tied = tied_tokens
+        self._slots_ahead = slots_ahead
         self._connector = connector
 
     def enter(self, request: Request) -> None:
@@ -143,8 +149,7 @@ class Scheduler:
                 if count and request.state is State.RUNNING:
                     stop = self._cut(request, request.num_computed + count)
                     if self._grow(request, stop, plan):
-                        self._add_share(plan, request, stop)
-                        budget -= stop - request.num_computed
+                        budget -= self._add_share(plan, request, stop, budget)
         # A request preempted after its turn must not run; nor is there room for new ones then.
         plan.shares = [share for share in plan.shares if share.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
@@ -153,9 +158,20 @@ class Scheduler:
         self.groups.settle(plan.changes)
         return plan
 
-    def _add_share(self, plan: StepPlan, request: Request, stop: int) -> None:
+    def _add_share(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
+        """How many tokens it has: with drafts, as far as they fit."""
         self.groups.snapshot(request, plan.changes)
-        plan.shares.append(Share(request, request.num_computed, stop))
+        start, drafts = request.num_computed, request.drafts if stop == len(request.tokens) else ()
+        drafts = drafts[: max(0, budget - (stop - start))]
+        if stop == len(request.tokens):
+            wanted = stop + len(drafts) + self._slots_ahead
+            room = self.groups.stretch(request, wanted, plan.changes)
+            drafts = drafts[: max(0, room - stop)]
+        if drafts and self.groups.has_state and not self.groups.set_aside(request, plan.changes):
+            drafts = ()
+        share = Share(request, start, stop + len(drafts), drafts)
+        plan.shares.append(share)
+        return share.stop - start
 
     def _cut(self, request: Request, stop: int) -> int:
         """A prompt is cut where a snapshot of its states serves others: at the end of its last whole block, and of a
@@ -198,13 +214,13 @@ class Scheduler:
                 self.blocks.free(held.ids)
         else:
             self.blocks.hold(transfer, request.block_ids)
-        request.blocks = []
+        request.blocks, request.drafts = [], ()
         request.num_computed = request.num_remembered = request.state_tokens = 0
 
     def remember(self, request: Request) -> None:
         """Whole blocks that are computed, or have landed, may serve other requests from now on."""
-        if self._prefix_caching and request.blocks:
-            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._lookahead)
+        if self._prefix_caching and request.blocks and not request.cold_from:
+            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._tied)
             if num_tokens // self.block_tokens > request.num_remembered:
                 chain_hashes(request.hashes, request.tokens, self.block_tokens)
                 self.groups.remember(request, num_tokens)
@@ -228,8 +244,7 @@ class Scheduler:
             if request.state is State.RUNNING and request.num_missing > 0:
                 stop = self._cut(request, request.num_computed + min(request.num_missing, budget))
                 if self._grow(request, stop, plan):
-                    self._add_share(plan, request, stop)
-                    budget -= stop - request.num_computed
+                    budget -= self._add_share(plan, request, stop, budget)
 
     def _look_up(self, request: Request) -> tuple[Known, Match, int | None]:
         """What of a request is here, what comes from outside, and up to which token (None: nothing comes)."""
@@ -242,6 +257,10 @@ class Scheduler:
         free = request.num_left or (asks and request.first_token is not None)
         usable = hashes[: (request.goal - (0 if free else 1)) // self.block_tokens] if self._prefix_caching else []
         here = self.groups.find(usable)
+        if self._tied and here.num_tokens:
+            # What the drafter keeps of the last block depends on tokens behind it, which may be others here.
+            usable = usable[: max(0, (here.num_tokens - self._tied) // self.block_tokens)]
+            here = self.groups.find(usable)
         if not asks:
             return here, Match(), None
         known, match = here, self._match(request, here)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError
 
 __all__ = ["DTYPES", "ON_RANK_DEATH", "EngineSettings"]
@@ -64,6 +65,9 @@ class EngineSettings:
 
     rank_timeout_s: float = 120.0
     """A process that does not do its part of a step in so many seconds is taken for dead."""
+
+    speculation: SpeculationSettings | None = None
+    """Drafts that the model verifies (--speculative-config); None: none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -115,6 +115,8 @@ class ShareInput:
     STATE: the slot that holds the state after `start` tokens (zeros for 0), where the one after `stop` goes."""
     num_logits: int
     """Wanted are the logits behind each of so many last tokens."""
+    key: str = ""
+    """Of the request, for a drafter that keeps something of it from step to step; another one after each new start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +129,5 @@ class StepInput:
     """Pages to be zeroed before anybody writes to them."""
     copies: tuple[tuple[int, int], ...] = ()
     """Pages to be copied whole: (from, to)."""
+    forget: tuple[str, ...] = ()
+    """Keys of requests that a drafter need not remember any more."""

@@ -14,6 +14,8 @@ from kvferry.errors import UnknownModel
 __all__ = ["FAMILIES", "family_of"]
 
 FAMILIES: Mapping[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Gemma3ForCausalLM": "gemma3",
     "GraniteMoeHybridForCausalLM": "granite",
     "KvferryByteMtpForCausalLM": "byte_mtp",

@@ -36,7 +36,10 @@ class NgramDrafter:
             if len(tokens) > size:
                 at = index.find(tuple(tokens[-size:]))
                 if at is not None:
-                    return list(tokens[at : at + count])
+                    text = list(tokens[at:])
+                    for i in range(count - len(text)):
+                        text.append(text[i])  # a text that repeats itself goes on repeating
+                    return text[:count]
         return []
 
     def forget(self, request: RequestId, answer: Sequence[int]) -> None:

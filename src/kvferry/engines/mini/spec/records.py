@@ -16,7 +16,7 @@ class DraftShare:
     """One request after a step in which it had a share."""
 
     key: str
-    """The request's id."""
+    """As in the step's ShareInput."""
     first: int
     """Position of tokens[0]; not behind the first token of the step's share less the number of modules."""
     tokens: tuple[int, ...]
@@ -27,22 +27,21 @@ class DraftShare:
     tables: tuple[BlockTable, ...]
     num_drafts: int
     """0: bring the cache up to date, and draft nothing. More only where num_computed is all but the last token."""
+    base: int = 0
+    """A chain's cache begins here: a cold start. Its slots before are never read."""
+    cold: bool = False
+    """A draft model's cache of the prompt is empty: `first` is 0, and it computes all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
     """One call of the drafter."""
 
-    shares: tuple[DraftShare, ...] = ()
-    forget: tuple[str, ...] = ()
-    """Requests that have ended, or start again."""
-
-    def __bool__(self) -> bool:
-        return bool(self.shares or self.forget)
+    shares: tuple[DraftShare, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
     """The drafts of each share of a DraftInput, in its order."""
 
-    drafts: tuple[tuple[int, ...], ...] = ()
+    drafts: tuple[tuple[int, ...], ...]

@@ -1,0 +1,30 @@
+"""From an engine's settings to its drafter: found with the model, loaded on each rank behind it."""
+
+from pathlib import Path
+
+from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.loading import LoadedModel, ModelCard, open_weights
+from kvferry.engines.mini.parallel import Shard
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.cards import DrafterCard, OpenWeights, make_drafter, open_drafter
+from kvferry.engines.mini.spec.chain import Drafter
+
+__all__ = ["find_drafter", "load_drafter"]
+
+
+def find_drafter(settings: EngineSettings, model: ModelCard) -> DrafterCard | None:
+    """None without speculation. Raises UnknownModel or ConfigError."""
+    if settings.speculation is None:
+        return None
+    return open_drafter(settings.speculation, model.directory, model.config, pp=settings.pp)
+
+
+def load_drafter(card: DrafterCard | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
+    """The drafter of one rank; None where it has none. Raises UnknownModel."""
+    if card is None:
+        return None
+
+    def weights(directory: Path) -> OpenWeights:
+        return open_weights(directory, model.dtype, model.device)
+
+    return make_drafter(card, model.config, weights(model.directory), weights, cache, shard)

@@ -1,0 +1,151 @@
+"""The engine's side of speculation: what is asked of drafters after each step, and how many drafts stood.
+
+One step of a request that decodes: its last known token and its drafts are computed together with everybody else's;
+`verify` says which stand; `note` keeps what the drafter must be told; once the tokens are appended, `draft` has the
+next drafts made. On the engine's thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.engines.mini.executor import Executor
+from kvferry.engines.mini.request import Request, State
+from kvferry.engines.mini.scheduler import Share
+from kvferry.engines.mini.spec.acceptance import Acceptance, AcceptanceCounter
+from kvferry.engines.mini.spec.cards import DrafterCard
+from kvferry.engines.mini.spec.ngram import NgramDrafter, TextDrafter
+from kvferry.engines.mini.spec.records import DraftInput, DraftShare
+from kvferry.engines.mini.spec.suffix import SuffixDrafter
+from kvferry.ids import RequestId
+from kvferry.layout.blocks import BlockTable
+
+__all__ = ["Note", "Speculation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A request as it stands behind a step, before it may have ended."""
+
+    request: Request
+    first: int
+    """Where the step began for it."""
+    num_computed: int
+    tables: tuple[BlockTable, ...]
+
+
+class Speculation:
+    """Of one engine, for as long as its ranks live."""
+
+    def __init__(self, card: DrafterCard, executor: Executor, *, max_model_len: int, block_tokens: int) -> None:
+        self.card = card
+        self._executor = executor
+        self._max_model_len = max_model_len
+        self._block_tokens = block_tokens
+        self._counter = AcceptanceCounter()
+        self._keys: dict[RequestId, str] = {}
+        self._forgotten: list[str] = []
+        self._text = None if card.config is not None else _text_drafter(card)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Since the start."""
+        return self._counter.read()
+
+    def key(self, request: Request) -> str:
+        """Under which a drafter keeps what it knows of a request; another one after each new start."""
+        key = f"{request.request_id}#{request.num_preemptions}"
+        old = self._keys.get(request.request_id)
+        if old is not None and old != key:
+            self._forgotten.append(old)
+        self._keys[request.request_id] = key
+        return key
+
+    def take_forgotten(self) -> tuple[str, ...]:
+        """Keys for StepInput.forget."""
+        now, self._forgotten = self._forgotten, []
+        return tuple(now)
+
+    def ended(self, request: Request) -> None:
+        """Every request, once."""
+        key = self._keys.pop(request.request_id, None)
+        if key is not None:
+            self._forgotten.append(key)
+        if self._text is not None:
+            self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
+
+    def count(self, share: Share, num_chosen: int) -> None:
+        """A share's drafts were verified: that many tokens came out of it."""
+        self._counter.count(len(share.drafts), num_chosen - 1)
+        share.request.drafts = ()
+
+    def note(self, shares: Sequence[Share], computed: Sequence[int]) -> list[Note]:
+        """`computed`: tokens of each request whose KV is that of known tokens."""
+        if self._text is not None:
+            return [Note(share.request, 0, count, ()) for share, count in zip(shares, computed, strict=True)]
+        pairs = zip(shares, computed, strict=True)
+        return [Note(share.request, share.start, count, share.request.tables) for share, count in pairs]
+
+    def draft(self, notes: Sequence[Note]) -> None:
+        """The tokens of the step are appended, and some requests have ended: make the next drafts."""
+        if self._text is not None:
+            for note in notes:
+                request = note.request
+                if count := self._num_drafts(note):
+                    request.drafts = tuple(self._text.propose(request.request_id, request.tokens, count))
+            return
+        wanted = [note for note in notes if note.request.for_remote or note.request.state is State.RUNNING]
+        if wanted:
+            output = self._executor.draft(DraftInput(tuple(map(self._share, wanted))))
+            for note, drafts in zip(wanted, output.drafts, strict=True):
+                note.request.drafts = drafts if note.request.state is State.RUNNING else ()
+
+    def _num_drafts(self, note: Note) -> int:
+        """No more than can be of use: the last token of an answer is never computed."""
+        request = note.request
+        if request.state is not State.RUNNING or request.for_remote or note.num_computed != len(request.tokens) - 1:
+            return 0
+        left = request.num_prompt_tokens + request.sampling.max_tokens - len(request.tokens)
+        return max(0, min(self.card.speculative.num_tokens, left - 1, self._max_model_len - len(request.tokens)))
+
+    def _share(self, note: Note) -> DraftShare:
+        request, speculative = note.request, self.card.speculative
+        cold = request.cold_from > 0
+        model = speculative.settings.method == "draft_model"
+        first = 0 if cold and model else max(0, note.first - speculative.num_modules)
+        # As many tokens as any module can read behind what is computed; of a long prompt that is not all.
+        stop = max(note.num_computed, note.first) + 1 + speculative.num_modules
+        num_drafts = self._num_drafts(note)
+        return DraftShare(
+            key=self._keys.get(request.request_id) or f"{request.request_id}#{request.num_preemptions}",
+            first=first,
+            tokens=tuple(request.tokens[first : len(request.tokens) if num_drafts else stop]),
+            num_computed=note.num_computed,
+            tables=self._from_cold(note) if cold and not model else note.tables,
+            num_drafts=num_drafts,
+            base=0 if model else request.cold_from,
+            cold=cold and model,
+        )
+
+    def _from_cold(self, note: Note) -> tuple[BlockTable, ...]:
+        """The tables without the blocks in which the drafter has nothing."""
+        base = note.request.cold_from
+        return tuple(
+            BlockTable(
+                table.group,
+                max(table.first_token, base),
+                table.block_ids[max(0, base - table.first_token) // self._block_tokens :],
+            )
+            for table in note.tables
+        )
+
+
+def _text_drafter(card: DrafterCard) -> TextDrafter:
+    settings = card.speculative.settings
+    if settings.method == "ngram":
+        return NgramDrafter(shortest=settings.prompt_lookup_min, longest=settings.prompt_lookup_max)
+    return SuffixDrafter(
+        depth=settings.suffix_decoding_max_tree_depth,
+        max_cached_tokens=settings.suffix_decoding_max_cached_tokens,
+        max_factor=settings.suffix_decoding_max_spec_factor,
+        min_share=settings.suffix_decoding_min_token_prob,
+    )
