@@ -6,6 +6,7 @@ Runs under vLLM's interpreter, with the standard library beside it: `python -m k
 JSON on stdin ({"argv", "env", "log"}) starts a server; the answer is a line with its process id.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -75,7 +76,8 @@ class Zygote:
         """It ends when its stdin does."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
-        self._process.stdin.close()
+        with contextlib.suppress(OSError):  # what it never read is of no use now
+            self._process.stdin.close()
         try:
             self._process.wait(5.0)
         except subprocess.TimeoutExpired:
