@@ -31,7 +31,43 @@ from tests.engines.tiny_model import make_tiny_model
 __all__ = ["Cell", "Matrix", "every_cell", "pairwise", "run", "table"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"family": "llama", "num_hidden_layers": 4},
+    "llama": {"num_hidden_layers": 4},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 8,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 2,
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 16,
+    },
+    "mla": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
+    "mamba": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_hidden_layers": 6,
+        "layer_types": ["mamba", "mamba", "attention"] * 2,
+        "shared_intermediate_size": 160,
+        "num_local_experts": 0,
+        "mamba_n_heads": 6,
+        "mamba_expand": 2,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_d_conv": 4,
+    },
 }
 """Of each family, what `make_tiny_model` makes of it: heads that two ranks can share, layers that two stages can."""
 LEFT = {"mamba": 1}
@@ -254,7 +290,7 @@ def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]
     for (family, mode), block in itertools.groupby(cells, key=lambda cell: (cell.family, cell.mode)):
         model = directory / family
         if not model.is_dir():
-            make_tiny_model(model, **FAMILIES[family])
+            make_tiny_model(model, "llama", **FAMILIES[family])
         matrix = None
         for _, same in itertools.groupby(block, key=lambda cell: cell.block_sizes.split("/")[0]):
             todo = list(same)
