@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.mini.settings import DTYPES, ON_RANK_DEATH, EngineSettings
+from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from kvferry.settings import (
     FailurePolicy,
@@ -104,6 +105,10 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
         "--cache-gb", type=float, default=None, metavar="GIB",
         help=f"Memory of the KV cache, in GiB (default: {_cache_default():g})",
     )  # fmt: skip
+    engine.add_argument(
+        "--speculative-config", default=None, metavar="JSON",
+        help=f"{field_docs(EngineSettings)['speculation'].replace('%', '%%')} Keys: see docs/reference/settings.md.",
+    )  # fmt: skip
     engine.add_argument("--no-prefix-caching", action="store_true", help="Compute every prompt from its first token.")
     ferry.add_argument("--strict", action="store_true", help=field_docs(FerrySettings)["strict"])
 
@@ -124,6 +129,8 @@ def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
         if not 0 < args.cache_gb < math.inf:
             raise ConfigError(f"--cache-gb {args.cache_gb:g} must be above 0, and finite. Raise it, or leave it out.")
         given["cache_bytes"] = int(args.cache_gb * _GIB)
+    if args.speculative_config is not None:
+        given["speculation"] = SpeculationSettings.from_json(args.speculative_config)
     return EngineSettings(model=model, prefix_caching=not args.no_prefix_caching, **given)
 
 
@@ -153,6 +160,8 @@ def worker_argv(args: argparse.Namespace) -> list[str]:
             argv += [f"--{flag.name}", str(value)]
     if args.cache_gb is not None:
         argv += ["--cache-gb", str(args.cache_gb)]
+    if args.speculative_config is not None:
+        argv += ["--speculative-config", args.speculative_config]
     return argv + [f"--{name}" for name in ("no-prefix-caching", "strict") if getattr(args, name.replace("-", "_"))]
 
 

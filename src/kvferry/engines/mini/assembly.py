@@ -24,7 +24,9 @@ from kvferry.engines.mini.groups import tokens_handed_over
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.handshake.engine import EngineDescription
+from kvferry.engines.mini.spec.cards import DrafterCard, open_drafter
+from kvferry.engines.mini.spec.load import find_drafter
+from kvferry.handshake.engine import EngineDescription, SpeculationFacts
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvferry.handshake.fit import make_fit
@@ -134,7 +136,9 @@ class Worker:
             protocol_range(settings.ferry.side_channel.protocol_max),
         )
         groups, first_token = executor.layouts[0].groups, settings.ferry.transfer.first_token
-        count = tokens_handed_over(groups, first_token=first_token)
+        drafter = find_drafter(settings.engine, self._model)
+        lookahead = drafter.speculative.handoff_lookahead if drafter is not None else 0
+        count = tokens_handed_over(groups, lookahead=lookahead, first_token=first_token)
         return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry, count))
 
     def _revive(self) -> tuple[Executor, HandoffScheduler]:
@@ -317,4 +321,23 @@ def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dty
         block_tokens=(settings.engine.block_tokens,),
         tp=settings.engine.tp,
         pp=settings.engine.pp,
+        speculation=_speculation(settings, config, directory),
+    )
+
+
+def _speculation(settings: WorkerSettings, config: ModelConfig, directory: Path) -> SpeculationFacts | None:
+    """What peers are told of the drafter (R3, R4). A cold one is nobody's but ours: it wants nothing from a peer."""
+    spec = settings.engine.speculation
+    if spec is None or spec.cold_start:
+        return None
+    card: DrafterCard = open_drafter(spec, directory, config, pp=settings.engine.pp)
+    return SpeculationFacts(
+        method=spec.method,
+        draft_model=spec.model,
+        draft_revision=spec.revision,
+        draft_fingerprint=model_fingerprint(card.directory) if card.directory is not None else None,
+        aux_layers=card.aux_layers,
+        num_layers=card.config.num_layers if card.config is not None else None,
+        num_tokens=spec.num_speculative_tokens,
+        attention_backend="sdpa" if card.config is not None else None,
     )

@@ -147,7 +147,8 @@ class Engine:
             max_batch_tokens=settings.max_batch_tokens,
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
-            lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules) if card else 0,
+            # One module's slots more than R34 asks: a decode engine that drafts deeper looks back further.
+            lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and card else 0,
             tied_tokens=modules,
             slots_ahead=card.num_slots_ahead if card else 0,
             connector=connector,

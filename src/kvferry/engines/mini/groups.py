@@ -335,9 +335,10 @@ def tokens_handed_over(
 
     `first_token`: prefill tells the token that it chose. Where it does not, decode has to compute the last prompt token
     for its logits; with windows it cannot do so behind the whole prompt, for what that token looks back on may be gone.
+    And a drafter's last slot has read the token that was not told.
     """
     kinds = {spec.kind for spec in specs}
-    needed = 1 if CacheKind.WINDOW in kinds and not first_token else 0
+    needed = 1 if (CacheKind.WINDOW in kinds or lookahead) and not first_token else 0
 
     def tokens(num_prompt: int) -> int:
         there = handoff_tokens(num_prompt, mamba=CacheKind.STATE in kinds, lookahead=lookahead)
