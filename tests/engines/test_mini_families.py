@@ -30,9 +30,30 @@ OLD_GEMMA = {
     "rope_local_base_freq": 2e4,
     "sliding_window": 7,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "rope_theta": 1e4,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+}
+NO_QUERY_RANK = {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "gemma3": ("gemma3", {}, 16),
     "gemma3, older spelling, a window like a chunk": ("gemma3", OLD_GEMMA, 4),
+    "deepseek v2": ("deepseek_v2", {}, 16),
+    "deepseek v3": ("deepseek_v3", {}, 4),
+    "deepseek v2, queries made at once, groups of experts, yarn": (
+        "deepseek_v2",
+        {**NO_QUERY_RANK, "rope_parameters": YARN},
+        4,
+    ),
+    "deepseek v3, biases, halves, two shared experts, yarn": (
+        "deepseek_v3",
+        {"attention_bias": True, "rope_interleave": False, "n_shared_experts": 2, "rope_parameters": YARN},
+        16,
+    ),
 }
 
 
@@ -75,6 +96,10 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> N
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
         ("gemma3", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ("gemma3", {"intermediate_size": None}, "missing or wrong entry"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ("deepseek_v3", {"n_group": 3}, "n_group=3 does not fit n_routed_experts=8"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than topk_group holds"),
     ],
 )
 def test_a_config_that_cannot_be_run_says_why(

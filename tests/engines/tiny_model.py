@@ -34,6 +34,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+_MLA = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+}
+FAMILIES["deepseek_v2"] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "greedy",
+    **_MLA,
+}
+FAMILIES["deepseek_v3"] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    **_MLA,
+}
 SPECIAL = ("<eos>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

@@ -11,7 +11,20 @@ from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard, runs
 from kvferry.layout.builders import Heads, head_range
 
-__all__ = ["Ends", "GatedMlp", "HeadShare", "add_output", "output", "rows_of", "split", "split_heads"]
+__all__ = [
+    "MLP_NAMES",
+    "Ends",
+    "GatedMlp",
+    "HeadShare",
+    "add_output",
+    "add_partial",
+    "output",
+    "rows_of",
+    "split",
+    "split_heads",
+]
+
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +73,11 @@ def add_output(linear: Linear, x: torch.Tensor, residual: torch.Tensor, shard: S
     return shard.comm.all_reduce(linear.plus(x, residual) if shard.tp_rank == 0 else linear(x))
 
 
+def add_partial(partial: torch.Tensor, residual: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """residual + the sum of all ranks' summands."""
+    return shard.comm.all_reduce(partial + residual if shard.tp_rank == 0 else partial)
+
+
 def output(linear: Linear, x: torch.Tensor, shard: Shard) -> torch.Tensor:
     """linear(x), where each rank has some of the columns."""
     return linear(x) if shard.tp_size == 1 else shard.comm.all_reduce(linear(x))
@@ -69,14 +87,23 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
 
     def __init__(
-        self, weights: Weights, name: str, inner: int, shard: Shard, *, activation: str = "silu", bias: bool = False
+        self,
+        weights: Weights,
+        name: str,
+        inner: int,
+        shard: Shard,
+        *,
+        activation: str = "silu",
+        bias: bool = False,
+        names: tuple[str, str, str] = MLP_NAMES,
     ) -> None:
+        """`names`: of gate, up and down."""
         rows = rows_of(split(inner, shard))
         self._shard = shard
         self._activation = activation
-        self._gate = weights.linear(f"{name}.gate_proj", rows=rows, bias=bias)
-        self._up = weights.linear(f"{name}.up_proj", rows=rows, bias=bias)
-        self._down = weights.linear(f"{name}.down_proj", cols=rows, bias=bias and shard.tp_rank == 0)
+        self._gate = weights.linear(f"{name}.{names[0]}", rows=rows, bias=bias)
+        self._up = weights.linear(f"{name}.{names[1]}", rows=rows, bias=bias)
+        self._down = weights.linear(f"{name}.{names[2]}", cols=rows, bias=bias and shard.tp_rank == 0)
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
         return self._up.times(x, self._gate.activated(x, self._activation))
