@@ -17,6 +17,7 @@ from kvferry.cli.main import ExitCode
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.handshake.spec import FactKind, FactSpec
 from kvferry.handshake.table import FACTS
+from kvferry.router.settings import RouterSettings
 from kvferry.wire.versions import HISTORY
 
 __all__ = ["PAGES", "SETTINGS", "compatibility_page", "field_texts", "main", "settings_page"]
@@ -27,6 +28,7 @@ SETTINGS: tuple[tuple[str, type], ...] = (
     ("lease", settings.LeaseSettings),
     ("side_channel", settings.SideChannelSettings),
     ("engine", EngineSettings),
+    ("router", RouterSettings),
 )
 """Every class of settings, and the name of its part."""
 
