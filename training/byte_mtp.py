@@ -1,6 +1,7 @@
 """Train the byte-level models with three MTP modules that kvferry ships, on Python's own standard library.
 
-    python training/byte_mtp.py OUT_DIRECTORY [--window] [--steps N] [--seed S]
+    python training/byte_mtp.py byte-mtp
+    python training/byte_mtp.py byte-mtp-window --window --start byte-mtp --steps 200 --peak 0.006
 
 No package carries a model with several MTP modules, and the faults of speculation under prefill/decode only show in
 one. So here is one, small enough to train in minutes on one core: text that every machine has, one token a byte, four
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
@@ -242,12 +243,16 @@ def train(
     length: int,
     seed: int,
     peak: float = 0.02,
+    start: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> ByteMtp:
-    """A trained model; the same arguments give the same weights."""
+    """A trained model; the same arguments give the same weights. `start`: the directory of one to go on from."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     model = ByteMtp(shape)
+    if start is not None:
+        weights = load_file(start / "model.safetensors")
+        model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name]
     optimisers = [Muon(matrices, peak), torch.optim.AdamW(others, lr=peak / 4, betas=(0.9, 0.98), weight_decay=0.0)]
@@ -322,14 +327,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--window", action="store_true", help="layers and modules take turns: window of 48, full")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--batch", type=int, default=5)
+    parser.add_argument("--length", type=int, default=224)
     parser.add_argument("--seed", type=int, default=20261129)
+    parser.add_argument("--peak", type=float, default=0.02, help="learning rate")
+    parser.add_argument("--start", type=Path, help="go on from the weights in this directory")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     shape = Shape(window=48 if args.window else None)
-    model = train(shape, text(), steps=args.steps, batch=args.batch, length=args.length, seed=args.seed, say=print)
+    model = train(
+        shape,
+        text(),
+        steps=args.steps,
+        batch=args.batch,
+        length=args.length,
+        seed=args.seed,
+        peak=args.peak,
+        start=args.start,
+        say=print,
+    )
     save(model, args.out)
 
 

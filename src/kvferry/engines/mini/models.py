@@ -24,6 +24,8 @@ __all__ = [
     "smollm2_file",
 ]
 
+BUNDLED = ("byte-mtp", "byte-mtp-window")
+"""Models that come with kvferry: see models_data/README.md."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -64,7 +66,7 @@ class ModelConfig:
 
 
 def find_model(name: str) -> Path:
-    """The Hugging Face directory of a model. Converts a GGUF file at the first call. Raises UnknownModel."""
+    """The Hugging Face directory of a model: a path, or a name that we know. Converts a GGUF file at the first call. Raises UnknownModel."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -72,6 +74,8 @@ def find_model(name: str) -> Path:
         from kvferry.engines.mini.gguf_model import converted
 
         return converted(path)
+    if name in BUNDLED:
+        return Path(__file__).parents[2] / "models_data" / name
     if name == "smollm2":
         from kvferry.engines.mini.gguf_model import converted
 
@@ -80,7 +84,7 @@ def find_model(name: str) -> Path:
         raise UnknownModel(f"model {name!r} is neither a directory nor a .gguf file. Give the model's directory.")
     raise UnknownModel(
         f"there is no model at {name!r}. Give a Hugging Face directory (config.json and safetensors), a .gguf file, "
-        "or 'smollm2' for the small model that comes with kvferry's demo."
+        "'smollm2' for the small model that comes with kvferry's demo, or 'byte-mtp' for a smaller one with MTP modules."
     )
 
 
