@@ -34,6 +34,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILIES["mixtral"] = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "sliding_window": None,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+}
+FAMILIES["qwen3_moe"] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "use_sliding_window": False,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 _MLA = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 6,

@@ -21,8 +21,10 @@ FAMILIES: Mapping[str, str] = {
     "KvferryByteMtpForCausalLM": "byte_mtp",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "moe",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "moe",
 }
 """Architecture, as config.json names it, to the module here that runs it."""
 

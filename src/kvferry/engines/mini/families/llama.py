@@ -4,9 +4,9 @@ The batch is one long row of tokens of several requests, decoding ones first (a 
 Everything but attention treats all tokens alike. Attention reads each request's past from the paged cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,7 @@ from kvferry.engines.mini.models import ModelConfig, common_entries
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.specs import LayerCache
 
-__all__ = ["Attention", "Llama", "LlamaConfig", "build", "caches", "expected_tensors", "read"]
+__all__ = ["Attention", "Llama", "LlamaConfig", "Mlp", "build", "caches", "expected_tensors", "read"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def _windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[i
     window = raw.get("sliding_window")
     if architecture == "LlamaForCausalLM" or window is None or raw.get("use_sliding_window") is False:
         return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
+    if architecture in ("MistralForCausalLM", "MixtralForCausalLM"):
         return (int(window),) * num_layers
     kinds = raw.get("layer_types")
     if kinds is None:
@@ -172,19 +172,33 @@ class Attention:
         )
 
 
+class Mlp(Protocol):
+    """The second half of a layer."""
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """residual + mlp(x)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: torch.Tensor
     attention: Attention
     mlp_norm: torch.Tensor
-    mlp: GatedMlp
+    mlp: Mlp
 
 
 class Llama:
     """See base.Network."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, shard: Shard) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Weights, shard: Shard, *, mlp: Callable[[int], Mlp] | None = None
+    ) -> None:
+        """`mlp`: makes the second half of a layer, for families that have another one."""
         self.config = config
+        self._make_mlp = mlp or (
+            lambda i: GatedMlp(weights, f"model.layers.{i}.mlp", config.intermediate, shard, bias=config.mlp_bias)
+        )
         self.dtype = weights.dtype
         self._ends = Ends(weights, config, shard)
         self._first = shard.is_first
@@ -207,7 +221,7 @@ class Llama:
                 qk_norm=config.qk_norm,
             ),
             mlp_norm=weights.take(f"{name}.post_attention_layernorm.weight"),
-            mlp=GatedMlp(weights, f"{name}.mlp", config.intermediate, shard, bias=config.mlp_bias),
+            mlp=self._make_mlp(i),
         )
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
