@@ -132,6 +132,7 @@ class VllmServer:
         self.log_path = Path(tempfile.mkdtemp(prefix="kvferry-vllm-")) / f"{spec.name}.log"
         self.started_s = 0.0
         self.ready_after_s = 0.0
+        self._begun_unix_s = time.time()
         self._tell = tell or (lambda text: print(f"  {text}", file=sys.stderr, flush=True))
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._shared: set[str] = set()
@@ -330,6 +331,10 @@ class VllmServer:
     def _unlink_shared_memory(self) -> None:
         """Killed processes leave their files in /dev/shm: those that were mapped by ours, and by nobody now."""
         left = {name for name in self._shared if Path("/dev/shm", name).exists()}
+        for path in Path("/dev/shm").glob("vllm_dist_*"):  # a server that died at its start was never looked at
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime >= self._begun_unix_s:
+                    left.add(path.name)
         if left:
             for entry in Path("/proc").iterdir():
                 if entry.name.isdigit():
