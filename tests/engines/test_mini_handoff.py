@@ -1,6 +1,7 @@
 """Everything that can become of a hand-off, as the engine sees it; the connector is a fake, the KV is real."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -546,3 +547,23 @@ def test_close_ends_the_connector(make_side: Callable[..., Side]) -> None:
     engine, connector = make_side()
     engine.close()
     assert connector.seen == ["close"]
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_first_token_that_the_client_has_is_kept_whatever_becomes_of_the_kv(
+    make_engine: MakeEngine, make_side: Callable[..., Side], sent: bool
+) -> None:
+    prompt = prompt_of(40)
+    alone = tokens_of(_alone(make_engine, prompt))
+    engine, connector = make_side()
+    other = (alone[0] + 1) % 50 + 3
+    given = HandoffParams(do_remote_prefill=True, first_token=other)
+    engine.add(replace(ask("d", prompt, given), first_token_sent=sent))
+    _until_waiting(engine)
+    connector.fail("d", released=True)
+    tokens = tokens_of(finish(engine)["d"])
+    if sent:
+        assert tokens[0] == other
+        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it goes on from that one
+    else:
+        assert tokens == alone
