@@ -39,6 +39,8 @@ class VllmServer:
     started: float = 1000.5
     asked: list[Asked] = field(default_factory=list)
     listener: Listener | None = None
+    finish: str = "length"
+    """Of prefill's one token."""
     partner: "VllmServer | None" = None
     """Of decode in push mode: where the prompt's KV comes from."""
     finished: set[str] = field(default_factory=set)
@@ -101,7 +103,7 @@ class VllmServer:
         }  # fmt: skip
         return await _json({
             "id": _request_id(asked), "object": "text_completion", "model": "tiny",
-            "choices": [{"index": 0, "text": "a", "finish_reason": "length"}],
+            "choices": [{"index": 0, "text": "a", "finish_reason": self.finish}],
             "usage": {"prompt_tokens": 5, "completion_tokens": 1, "total_tokens": 6},
             "kv_transfer_params": params,
         })  # fmt: skip

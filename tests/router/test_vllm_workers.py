@@ -128,6 +128,16 @@ async def test_a_fleet_of_both_serves_each_with_its_own() -> None:
     assert pairs == {("p0", "d0"), ("engine-p", "vllm")}
 
 
+async def test_prefills_own_token_is_no_answer_of_vllm() -> None:
+    """For some models it leaves the prompt's end to decode, so its token comes from a shortened prompt."""
+    p, d = a_pair("pull")
+    p.finish = "stop"
+    async with fleet(p, d) as (url, _):
+        response, _ = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "pull"
+    assert len(d.asked) == 1
+
+
 def test_metrics_of_vllm() -> None:
     text = b"""vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_running{engine="1"} 3.0

@@ -249,7 +249,9 @@ class Dispatch:
         raw, answer = await self._ask_prefill(prefill, new_transfer_id())
         finish = answer.choices[0].finish_reason if answer.choices else None
         stopped = finish not in (None, "length")
-        if stopped and self._body.num_choices == 1:
+        # A vLLM server leaves the prompt's end to decode for some models: its own token comes from a shortened prompt.
+        is_vllm = prefill.info is not None and prefill.info.kind == "vllm"
+        if stopped and self._body.num_choices == 1 and not is_vllm:
             self._metrics.on_route("prefill")
             self._offer = None
             headers = self._served_by("prefill", prefill, None, "")
@@ -263,7 +265,7 @@ class Dispatch:
             told = told_in(answer.params)
         except MalformedMessage as error:
             raise WorkerFailed(prefill, f"returned {error}", reached=True) from error
-        if prefill.info is not None and prefill.info.kind == "vllm":
+        if is_vllm:
             prefill.learn(learned_from(told))
         if told.first_token is not None and decode.can("first-token"):
             await self._say_first_token(raw, prefill, decode, "pull")
