@@ -195,20 +195,25 @@ async def test_a_connection_that_the_worker_closed_while_idle_is_not_used() -> N
 
 
 async def test_an_answer_that_nobody_asked_for_never_answers_the_next_request() -> None:
+    idle = asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(LENGTH)
-        await writer.drain()
+        await idle.wait()
         writer.write(LENGTH.replace(b"hello", b"HELLO"))
 
     async with a_worker(serve) as (url, pool):
         connection, body = await ask(pool, url)
         pool.release(url, connection)
         assert body == b"hello world"
+        idle.set()
         await until(lambda: not connection.usable)
+        idle.clear()
         other, body = await ask(pool, url)
         assert other is not connection
         assert body == b"hello world"
+        idle.set()
 
 
 async def test_an_old_idle_connection_is_closed_by_us_first(monkeypatch: pytest.MonkeyPatch) -> None:

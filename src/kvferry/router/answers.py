@@ -1,11 +1,11 @@
 """A worker's answer as it is read: the limits on each wait, and the failures told apart.
 
-A chunk of a stream costs no timer of its own: one timer a response stands for all its waits. When it rings too early,
-because bytes came in between, it is set anew to the limit of the wait that runs by then.
+A chunk of a stream costs no timer of its own: see deadlines.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Mapping
 
 from kvferry.errors import PeerError
 from kvferry.router.http1 import Connection
@@ -45,7 +45,6 @@ class Answer:
         self._connection = connection
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def content_type(self) -> str:
@@ -54,16 +53,32 @@ class Answer:
 
     async def read(self) -> bytes:
         """The whole body. Raises WorkerFailed if it breaks off."""
-        return await self._timed(self._connection.read())
+        self.waiting_since_s = self._loop.time()
+        try:
+            while not self._connection.parser.complete:
+                await self._connection.wait()
+                self.waiting_since_s = self._loop.time()
+        except (BadAnswer, OSError) as error:
+            raise self._broke_off(error) from error
+        finally:
+            self.waiting_since_s = None
+        return self._connection.take()
 
     async def read_some(self) -> bytes:
         """The next bytes, as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""
-        return await self._timed(self._connection.read_some())
-
-    def close(self) -> None:
-        """No more waits. The connection is the upstream's to keep or to close."""
-        if self._timer is not None:
-            self._timer.cancel()
+        parser = self._connection.parser
+        if not parser.parts:
+            self.waiting_since_s = self._loop.time()
+            try:
+                while not parser.parts:
+                    if parser.complete:
+                        return b""
+                    await self._connection.wait()
+            except (BadAnswer, OSError) as error:
+                raise self._broke_off(error) from error
+            finally:
+                self.waiting_since_s = None
+        return self._connection.take()
 
     def give_up(self, reason: str) -> None:
         """End the wait that runs, if one does, as WorkerFailed with this reason. On the event loop; never blocks."""
@@ -71,23 +86,14 @@ class Answer:
             failure = WorkerFailed(self._worker, reason, reached=True, status=504)
             self._connection.fail(failure)  # wakes the reader; what came before it is not lost
 
-    async def _timed(self, reading: Awaitable[bytes]) -> bytes:
-        self.waiting_since_s = now_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_at(now_s + self._pause_s, self._on_timer)
-        try:
-            return await reading
-        except (BadAnswer, OSError) as error:
-            raise WorkerFailed(self._worker, f"broke off its answer: {reason_of(error)}", reached=True) from error
-        finally:
-            self.waiting_since_s = None
+    @property
+    def due_s(self) -> float:
+        """See Deadlines: while the client is slow to take what is here, nobody waits for the worker."""
+        return math.inf if self.waiting_since_s is None else self.waiting_since_s + self._pause_s
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self.waiting_since_s is None:
-            return  # nobody waits for the worker: the next wait sets it
-        due_s = self.waiting_since_s + self._pause_s
-        if self._loop.time() < due_s:
-            self._timer = self._loop.call_at(due_s, self._on_timer)
-        else:
-            self.give_up(f"paused for {self._pause_s:g} s in its answer")
+    def on_due(self) -> None:
+        """It is silent."""
+        self.give_up(f"paused for {self._pause_s:g} s in its answer")
+
+    def _broke_off(self, error: Exception) -> WorkerFailed:
+        return WorkerFailed(self._worker, f"broke off its answer: {reason_of(error)}", reached=True)

@@ -83,26 +83,33 @@ class Connection(asyncio.Protocol):
         self._failure = None
         self._transport.writelines((head, body))
 
-    async def head(self) -> ResponseParser:
-        """Wait for status and headers. Raises BadAnswer, OSError, or what `fail` was given."""
+    async def head(self) -> None:
+        """Wait for status and headers: `parser` has them. Raises BadAnswer, OSError, or what `fail` was given."""
         while not self.parser.status:
-            await self._wait()
-        return self.parser
+            await self.wait()
 
-    async def read_some(self) -> bytes:
-        """The next bytes of the body; empty at its end. Raises as `head`; what came before a failure comes first."""
-        parser = self.parser
-        while not parser.parts:
-            if parser.complete:
-                return b""
-            await self._wait()
-        return self._take()
+    async def wait(self) -> None:
+        """Until there is more to take, or the answer is complete. Raises as `head`."""
+        if self._failure is not None:
+            raise self._failure
+        if self._paused and self._transport is not None:  # who reads it whole takes nothing before its end
+            self._paused = False
+            self._transport.resume_reading()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
-    async def read(self) -> bytes:
-        """The rest of the body. Raises as `head`."""
-        while not self.parser.complete:
-            await self._wait()
-        return self._take()
+    def take(self) -> bytes:
+        """What has come of the body since the last time."""
+        parts = self.parser.parts
+        taken = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return taken
 
     def fail(self, error: Exception) -> None:
         """End the wait that runs, and every later one, with this error. The connection is of no further use."""
@@ -128,31 +135,10 @@ class Connection(asyncio.Protocol):
         parser = self.parser
         return self.usable and parser.complete and parser.keep_alive and not parser.parts
 
-    def _take(self) -> bytes:
-        parts = self.parser.parts
-        taken = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        if self._paused and self._transport is not None:
-            self._paused = False
-            self._transport.resume_reading()
-        return taken
-
     def _pause_if_full(self) -> None:
         if sum(map(len, self.parser.parts)) > _HIGH_BYTES and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-
-    async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._paused and self._transport is not None:  # `read` takes what is not read piece by piece
-            self._paused = False
-            self._transport.resume_reading()
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -8,6 +8,7 @@ Nothing of it does I/O: see collect.py.
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvferry.http.stages import StageReport
 from kvferry.router.observe import Field
@@ -19,9 +20,8 @@ _MAX_EVENTS = 64
 """A dispatch with more attempts than that has its later events cut: it is bounded like everything else."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """As `Observer.on_event` was told."""
+class Event(NamedTuple):
+    """As `Observer.on_event` was told. A tuple: each request makes eight."""
 
     name: str
     at_s: float

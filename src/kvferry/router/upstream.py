@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from kvferry.router.answers import Answer, WorkerFailed
+from kvferry.router.deadlines import Deadlines
 from kvferry.router.http1 import Connection, Pool, Unreachable
 from kvferry.router.http1_parse import BadAnswer
 from kvferry.router.settings import RouterSettings
@@ -29,6 +30,7 @@ class Upstream:
         self._settings = settings
         self._session: aiohttp.ClientSession | None = None
         self._pool = Pool()
+        self._deadlines = Deadlines()
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -47,6 +49,7 @@ class Upstream:
     async def stop(self) -> None:
         """Close every connection."""
         self._pool.stop()
+        self._deadlines.stop()
         if self._session is not None:
             await self._session.close()
 
@@ -65,13 +68,14 @@ class Upstream:
                 connection.send(self._pool.request_head(worker.url, path, len(body), headers), body)
                 await self._begin(worker, connection, headers_within_s)
                 answer = Answer(worker, connection, self._settings.between_bytes_timeout_s)
+                self._deadlines.add(answer)
                 with worker.ending(answer):
                     if answer.status >= 500 or answer.status in _ELSEWHERE:
                         raise await _refusal(worker, answer)
                     yield answer
             finally:
                 if answer is not None:
-                    answer.close()
+                    self._deadlines.discard(answer)
                 self._pool.release(worker.url, connection)
 
     async def _connect(self, worker: Worker) -> Connection:
@@ -86,28 +90,34 @@ class Upstream:
     async def _begin(self, worker: Worker, connection: Connection, within_s: float) -> None:
         """Wait for status and headers. Pauses within the answer are timed where it is read."""
         wait = _Begin(worker, connection, within_s)
+        self._deadlines.add(wait)
         try:
             with worker.ending(wait):
                 await connection.head()
         except (BadAnswer, OSError) as error:
             raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", reached=True) from error
         finally:
-            wait.timer.cancel()
+            self._deadlines.discard(wait)
 
 
 class _Begin:
     """The wait for status and headers. A `Wait` of its worker."""
 
     def __init__(self, worker: Worker, connection: Connection, within_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.waiting_since_s: float | None = loop.time()
-        self.timer = loop.call_later(within_s, self.give_up, f"has not begun to answer in {within_s:g} s")
+        now_s = asyncio.get_running_loop().time()
+        self.waiting_since_s: float | None = now_s
+        self.due_s = now_s + within_s
+        self._within_s = within_s
         self._worker = worker
         self._connection = connection
 
     def give_up(self, reason: str) -> None:
         """End the wait now."""
         self._connection.fail(WorkerFailed(self._worker, reason, reached=True, status=504))
+
+    def on_due(self) -> None:
+        """See Deadlines."""
+        self.give_up(f"has not begun to answer in {self._within_s:g} s")
 
 
 async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
