@@ -1,0 +1,130 @@
+"""Workers of many ranks, as operators start them: hand-offs between unequal ones; ranks that die. R22, R23, R26, R36.
+
+The tokens of one engine of one rank, in this process, are the reference.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.settings import EngineSettings
+from tests.e2e.client import Answer, complete, eventually
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.conftest import ask, finish, prompt_of, tokens_of
+from tests.engines.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
+
+LENGTHS = (5, 17, 64, 150)
+FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--max-batch-tokens", "64", "--no-prefix-caching",
+         "--verify", "all", "--lease-ttl", "3", "--lease-renew-every", "0.5", "--quarantine", "1")  # fmt: skip
+SHAPES = {"pull": (("--tp", "2", "--pp", "2"), ("--pp", "2")), "push": (("--pp", "2"), ("--tp", "3"))}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of three layers, six query heads and two KV heads."""
+    return make_tiny_model(tmp_path_factory.mktemp("ranks") / "llama")
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> dict[int, list[int]]:
+    """What one engine of one rank says to each prompt."""
+    engine = Engine.load(EngineSettings(model=str(model), dtype="float32", num_blocks=256, max_batch_tokens=64))
+    for length in LENGTHS:
+        engine.add(ask(str(length), prompt_of(length, length)))
+    return {int(name): tokens_of(outputs) for name, outputs in finish(engine).items()}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def fleet(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Prefill and decode of unequal shapes, and a router. Leaving it proves that nothing of it is left."""
+    prefill, decode = SHAPES[request.param]
+    with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, model=str(model), mode=request.param) as fleet:
+        both = [fleet.worker("p", *prefill, role="prefill"), fleet.worker("d", *decode, role="decode")]
+        for process in both:
+            process.wait_ready()
+        fleet.route(prefill=both[:1], decode=both[1:])
+        yield fleet
+
+
+def _ask(fleet: Fleet, length: int, **changes: Any) -> Answer:
+    return complete(fleet.url, prompt_of(length, length), **{"max_tokens": 8, "ignore_eos": True, **changes})
+
+
+def _handed_over(answer: Answer, length: int) -> str:
+    """Why it is not what it has to be; "": every prompt token was handed over, and every byte verified."""
+    told = answer.kvferry
+    if not answer.whole:
+        return f"not whole: {answer}"
+    if (told["handed_over"], told["cached"], told["recomputed"]) != (length, 0, 0) or not told["verified"]:
+        return f"not handed over: {told}"
+    return ""
+
+
+def test_unequal_ranks_hand_over_every_token(fleet: Fleet, alone: dict[int, list[int]]) -> None:  # R22, R23, R36
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        answers = dict(zip(LENGTHS, pool.map(lambda length: _ask(fleet, length), LENGTHS), strict=True))
+    for length, answer in answers.items():
+        assert not _handed_over(answer, length)
+        assert answer.token_ids == alone[length], length
+    fleet.wait_blocks_free()
+    for process in fleet.workers.values():
+        told = process.describe()
+        assert len(told["ranks"]) == told["tp_size"] * told["pp_size"] > 1
+        assert len({rank["pid"] for rank in told["ranks"]} | {process.pid}) == len(told["ranks"]) + 1
+
+
+@pytest.mark.parametrize("side", ["p", "d"])
+def test_a_rank_that_is_killed(side: str, fleet: Fleet, alone: dict[int, list[int]]) -> None:  # R26, R29
+    """What is open in its engine ends with an error, or is computed elsewhere; nobody hangs; then all is as before."""
+    worker, length = fleet.workers[side], LENGTHS[-1]
+    before = worker.describe()
+    decode = fleet.workers["d"]
+
+    def stream(number: int) -> Answer:
+        return _ask(fleet, 40 + number, max_tokens=600, timeout_s=60)
+
+    with ThreadPoolExecutor(3) as pool:
+        open_ones = [pool.submit(stream, number) for number in range(3)]
+        eventually("it decodes", lambda: decode.describe().get("load", {}).get("open_requests") == 3, every_s=0.005)
+        os.kill(before["ranks"][-1]["pid"], signal.SIGKILL)
+        answers = [one.result(90) for one in open_ones]
+    # Whoever was not in that engine at the moment is answered.
+    assert all(answer.whole or answer.clear_error or answer.broken for answer in answers), answers
+    after = eventually("it has new ranks", lambda: _revived(worker, before), within_s=60)
+    assert worker.running
+    assert after["engine"] == before["engine"]
+    assert not {rank["pid"] for rank in after["ranks"]} & {rank["pid"] for rank in before["ranks"]}
+    answer = eventually(
+        "hand-offs work again", lambda: (a := _ask(fleet, length)) and not _handed_over(a, length) and a, within_s=60
+    )
+    assert answer.token_ids == alone[length]
+    fleet.wait_blocks_free(30)
+
+
+def _revived(worker: Process, before: dict[str, Any]) -> dict[str, Any] | None:
+    told = worker.describe()
+    return told if told.get("incarnation", before["incarnation"]) != before["incarnation"] else None
+
+
+def test_ranks_end_with_their_engines_process(fleet: Fleet) -> None:
+    """SIGKILL: nobody is left who could tell them."""
+    worker = fleet.workers["d"]
+    worker.kill()
+    eventually("nothing of it is left", lambda: not worker.leftovers(), within_s=20)
+
+
+def test_a_worker_may_end_with_its_ranks(model: Path, tmp_path: Path) -> None:
+    with Fleet(tmp_path, *FLAGS, model=str(model)) as fleet:
+        worker = fleet.worker("w", "--tp", "2", "--on-rank-death", "exit", role="both").wait_ready()
+        os.kill(worker.describe()["ranks"][0]["pid"], signal.SIGKILL)
+        assert worker.wait_ended(20) == 1
+        assert "rank 0 was killed by signal 9. Start the worker again." in worker.tail()
+        assert not worker.leftovers()
