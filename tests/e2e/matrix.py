@@ -2,11 +2,12 @@
 
     python -m tests.e2e.matrix [--pairwise] [--family F ...] [--mode M ...] [--out FILE] [--table]
 
-Real processes over real NIXL, on tiny random models in fp32. For each family and mode two processes hold all engines,
-prefill ones and decode ones, and start their rank processes; cells go through them one by one. A cell is right if
-decode's tokens are those of the same decode engine alone, every byte that was moved has the digest of what prefill has
-(verify=all), decode found in its cache what it had to, and computed no prompt token beyond R32. The output is JSON, an
-object a cell; cells that the file has already, and that were right, are not run again.
+Real processes over real NIXL, on tiny random models in fp32. Two processes hold all engines, prefill ones and decode
+ones, and start their rank processes; an engine lives as long as cells need it, and cells go through one by one.
+
+A cell is right if decode's tokens are those of the same decode engine alone, every byte that was moved has the digest
+of what prefill has (verify=all), decode found in its cache what it had to, and computed no prompt token beyond R32. The
+output is JSON, an object a cell; cells that the file has already, and that were right, are not run again.
 """
 
 import argparse
@@ -149,11 +150,11 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
 
 
 class Matrix:
-    """Two processes, for prefill and decode engines of one family and mode."""
+    """Two processes, for prefill and for decode engines."""
 
-    def __init__(self, model: Path, family: str, mode: str) -> None:
-        self._model, self._family, self._mode = model, family, TransferMode(mode)
-        self._left = LEFT.get(family, 0)
+    def __init__(self, directory: Path) -> None:
+        """Models are made in `directory` when they are needed."""
+        self._directory = directory
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = {}, []
         for side in "pd":
@@ -166,39 +167,39 @@ class Matrix:
         self._addresses: dict[str, dict[str, Any]] = {}
         self._alone: dict[str, tuple[int, ...]] = {}
         self._number = 0
-        dice = random.Random(family)
-        self._prompt = tuple(dice.randint(3, 263) for _ in range(PROMPT + self._left))
 
     def need(self, cells: Iterable[Cell]) -> None:
         """End the engines that none of these cells needs, and start those that are missing; both sides at once."""
-        wanted = {name for cell in cells for name in self._names(cell)}
+        wanted = {key: settings for cell in cells for key, settings in self._engines(cell)}
         for key in [key for key in self._addresses if key not in wanted]:
             self._order(Close(key))
             del self._addresses[key]
-        missing = sorted(wanted - set(self._addresses))
+            self._alone.pop(key, None)
+        missing = [key for key in wanted if key not in self._addresses]
         for key in missing:
-            self._pipes[key[0]].send(Open(key, self._settings(key)))
+            self._pipes[key[0]].send(Open(key, wanted[key]))
         for key in missing:
             self._addresses[key] = self._receive(key[0], 120.0).address
 
     def run(self, cell: Cell) -> Result:
         """One cell."""
-        p, d = self._names(cell)
+        (p, _), (d, _) = self._engines(cell)
+        left = LEFT.get(cell.family, 0)
+        dice = random.Random(cell.family)
+        prompt = tuple(dice.randint(3, 263) for _ in range(PROMPT + left))
         if d not in self._alone:
             self._order(Forget(d))
-            self._alone[d] = self._ask(d, self._prompt, ANSWER).tokens
+            self._alone[d] = self._ask(d, prompt, ANSWER).tokens
         self._order(Forget(p))
         self._order(Forget(d))
         if cell.hit != "none":
-            own = self._prompt if cell.hit == "full" else self._prompt[: SHARED + self._left]
-            self._ask(d, own, 1)
-        found = self._hand_over(p, d)
-        return self._judge(cell, found, self._alone[d])
+            self._ask(d, prompt if cell.hit == "full" else prompt[: SHARED + left], 1)
+        return self._judge(cell, self._hand_over(cell, p, d, prompt), self._alone[d])
 
     def _judge(self, cell: Cell, found: Answered, alone: tuple[int, ...]) -> Result:
-        block = int(cell.block_sizes.split("/")[1])
+        block, left = int(cell.block_sizes.split("/")[1]), LEFT.get(cell.family, 0)
         cached = {"none": 0, "partial": SHARED // block * block, "full": PROMPT}[cell.hit]
-        if cell.hit == "full" and cell.mode == "push" and not self._left:
+        if cell.hit == "full" and cell.mode == "push" and not left:
             cached -= block  # it cannot know that prefill's first token will come, and keeps a token to compute
         moved = found.handed_over > 0
         problems = [
@@ -208,7 +209,7 @@ class Matrix:
                 (found.tokens != alone, f"tokens {found.tokens}, alone {alone}"),
                 (moved and not found.verified_cells, "nothing was held against prefill's digest"),
                 (found.cached != cached, f"{found.cached} tokens were cached on decode, {cached} expected"),
-                (found.recomputed != self._left, f"{found.recomputed} tokens were computed again: {found.why}"),
+                (found.recomputed != left, f"{found.recomputed} tokens were computed again: {found.why}"),
             )
             if wrong
         ]
@@ -234,39 +235,40 @@ class Matrix:
                 process.kill()
                 process.join()
 
-    @staticmethod
-    def _names(cell: Cell) -> tuple[str, str]:
-        blocks = cell.block_sizes.split("/")
-        return f"p {blocks[0]} {cell.prefill}", f"d {blocks[1]} {cell.decode}"
-
-    def _settings(self, key: str) -> WorkerSettings:
-        side, block, *shape = key.split(" ")
-        engine = EngineSettings(
-            model=str(self._model), dtype="float32", num_blocks=96, block_tokens=int(block), max_batch_tokens=64,
-            max_model_len=512, threads=1, tp=2 if "TP2" in shape else 1, pp=2 if "PP2" in shape else 1,
-        )  # fmt: skip
+    def _engines(self, cell: Cell) -> tuple[tuple[str, WorkerSettings], tuple[str, WorkerSettings]]:
+        """Name and settings of prefill's and decode's engine; the name begins with `p` or `d`."""
+        model = self._directory / cell.family
+        if not model.is_dir():
+            make_tiny_model(model, "llama", **FAMILIES[cell.family])
         # Every byte that moves is compared; and no staging, so that runs go as they were planned.
-        transfer = TransferSettings(mode=self._mode, verify=Verify.ALL, deadline_s=30.0, staging_bytes=0)
-        return WorkerSettings(
-            engine=engine,
-            ferry=FerrySettings(transfer=transfer),
-            role=Role.PREFILL if side == "p" else Role.DECODE,
-            engine_id=key.replace(" ", "-"),
-        )
+        transfer = TransferSettings(mode=TransferMode(cell.mode), verify=Verify.ALL, deadline_s=30.0, staging_bytes=0)
+        made = []
+        for role, shape, block in zip(
+            (Role.PREFILL, Role.DECODE), (cell.prefill, cell.decode), cell.block_sizes.split("/"), strict=True
+        ):
+            engine = EngineSettings(
+                model=str(model), dtype="float32", num_blocks=96, block_tokens=int(block), max_batch_tokens=64,
+                max_model_len=512, threads=1, tp=2 if "TP2" in shape else 1, pp=2 if "PP2" in shape else 1,
+            )  # fmt: skip
+            key = f"{role.value}-{cell.family}-{cell.mode}-{block}-{shape.replace(' ', '-')}"
+            settings = WorkerSettings(
+                engine=engine, ferry=FerrySettings(transfer=transfer), role=role, engine_id=key
+            )  # fmt: skip
+            made.append((key, settings))
+        return made[0], made[1]
 
-    def _hand_over(self, p: str, d: str) -> Answered:
+    def _hand_over(self, cell: Cell, p: str, d: str, prompt: tuple[int, ...]) -> Answered:
         self._number += 1
         transfer, name = f"t-{self._number}", f"r-{self._number}"
-        to_p = Ask(p, name, self._prompt, 1, {"do_remote_decode": True, "transfer_id": transfer})
-        self._pipes["p"].send(to_p)
-        if self._mode is TransferMode.PUSH:
+        self._pipes["p"].send(Ask(p, name, prompt, 1, {"do_remote_decode": True, "transfer_id": transfer}))
+        if cell.mode == "push":
             handoff = {
                 "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": transfer, **self._addresses[p],
             }  # fmt: skip
-            self._pipes["d"].send(Ask(d, name, self._prompt, ANSWER, handoff))
+            self._pipes["d"].send(Ask(d, name, prompt, ANSWER, handoff))
         prefilled = self._receive("p", CELL_S)
-        if self._mode is TransferMode.PULL:
-            self._pipes["d"].send(Ask(d, name, self._prompt, ANSWER, prefilled.handoff))
+        if cell.mode == "pull":
+            self._pipes["d"].send(Ask(d, name, prompt, ANSWER, prefilled.handoff))
         found: Answered = self._receive("d", CELL_S)
         return found
 
@@ -286,18 +288,15 @@ class Matrix:
 
 
 def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]:
-    """Run cells in their order. A pair of processes that fails is started anew, once a cell."""
-    for (family, mode), block in itertools.groupby(cells, key=lambda cell: (cell.family, cell.mode)):
-        model = directory / family
-        if not model.is_dir():
-            make_tiny_model(model, "llama", **FAMILIES[family])
-        matrix = None
-        for _, same in itertools.groupby(block, key=lambda cell: cell.block_sizes.split("/")[0]):
+    """Run cells in their order. After one that gets no answer all processes are started anew."""
+    matrix = None
+    try:
+        for _, same in itertools.groupby(cells, key=lambda c: (c.family, c.mode, c.block_sizes.split("/")[0])):
             todo = list(same)
             while todo:
                 try:
                     if matrix is None:
-                        matrix = Matrix(model, family, mode)
+                        matrix = Matrix(directory)
                     matrix.need(todo)
                     result = matrix.run(todo[0])
                 except (TimeoutError, EOFError, OSError) as error:
@@ -306,6 +305,7 @@ def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]
                     matrix = None
                     result = Result(False, False, 0, 0, 0, f"no answer: {error!r}")
                 yield todo.pop(0), result
+    finally:
         if matrix is not None:
             matrix.close()
 

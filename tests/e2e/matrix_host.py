@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
+from kvferry.engines.mini.assembly import Worker, WorkerSettings
+from kvferry.engines.mini.equip import equip
+from kvferry.engines.mini.launcher import Launcher
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
 
@@ -88,6 +90,7 @@ def host(pipe: Connection) -> None:
     workers: dict[str, Worker] = {}
     asked: dict[str, _Asked] = {}
     pause = threading.Event()
+    launcher = Launcher()  # shared by all ranks of all engines: they load torch once
     try:
         while True:
             busy = [worker for worker in workers.values() if worker.engine.has_work()]
@@ -95,26 +98,33 @@ def host(pipe: Connection) -> None:
                 order = pipe.recv()
                 if order is None:
                     return
-                pipe_answer = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
-                if pipe_answer is not None:
-                    pipe.send(pipe_answer)
+                if isinstance(order, Open):
+                    worker = workers[order.key] = Worker(order.settings, *equip(order.settings.engine, launcher))
+                    worker.open()
+                    pipe.send(Opened(order.key, _address(worker)))
+                    continue
+                told = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
+                if told is not None:
+                    pipe.send(told)
             elif busy:
                 _step(workers, asked, pipe.send)
                 pause.wait(0.0003)
     finally:
         for worker in workers.values():
             worker.close()
+        launcher.close()
         pipe.close()
 
 
+def _address(worker: Worker) -> dict[str, Any]:
+    identity = worker.identity
+    return {
+        "remote_engine_id": identity.engine, "remote_incarnation": identity.incarnation,
+        "remote_host": identity.host, "remote_port": identity.port,
+    }  # fmt: skip
+
+
 def _do(order: Any, workers: dict[str, Worker], asked: dict[str, _Asked], step: Callable[[], None]) -> Any:
-    if isinstance(order, Open):
-        worker = workers[order.key] = build_worker(order.settings)
-        identity = worker.identity
-        return Opened(order.key, {
-            "remote_engine_id": identity.engine, "remote_incarnation": identity.incarnation,
-            "remote_host": identity.host, "remote_port": identity.port,
-        })  # fmt: skip
     if isinstance(order, Ask):
         handoff = None if order.handoff is None else HandoffParams.from_dict(order.handoff)
         sampling = SamplingParams(max_tokens=order.max_tokens, temperature=0.0, ignore_eos=True)
