@@ -4,8 +4,8 @@ The limits on a wait are left at their minutes: a test that ends within its time
 """
 
 import asyncio
-import time
 import json
+import time
 from typing import Any
 
 import aiohttp

@@ -185,9 +185,12 @@ class _Turn:
         router_s = cpu_s(self._pid) - began_cpu_s
         for client in clients:
             client.close()
-        whole = sum(b"data: [DONE]" in reply.body for reply in replies)
-        if whole != args.streams:
-            raise FerryError(f"{self._name}: {whole} of {args.streams} streams were whole. Leave it out with --routers")
+        broken = [reply for reply in replies if b"data: [DONE]" not in reply.body]
+        if broken:
+            raise FerryError(
+                f"{self._name}: {len(broken)} of {args.streams} streams were not whole, the first with status "
+                f"{broken[0].status}, {broken[0].body[-200:]!r}. Leave it out with --routers"
+            )
         num_chunks: int = args.streams * args.chunks
         return num_chunks / max(router_s, 0.01)
 

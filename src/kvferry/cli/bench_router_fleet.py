@@ -259,7 +259,7 @@ async def _serve(ready_file: str) -> None:
             def connection(role: str = role, mode: str = mode) -> _Connection:
                 return _Connection(fleet, role, mode)
 
-            server = await loop.create_server(connection, "127.0.0.1", 0)
+            server = await loop.create_server(connection, "127.0.0.1", 0, backlog=1024)
             ports[f"{mode}_{role}"] = server.sockets[0].getsockname()[1]
     announce(ready_file, ports=ports)
     await fleet.step()
