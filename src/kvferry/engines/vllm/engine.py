@@ -24,7 +24,7 @@ from kvferry.handshake.fit import make_fit
 from kvferry.handshake.handshake import LocalSide
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheKind
-from kvferry.wire.hello import Hello, RankHello, encode_hello
+from kvferry.wire.hello import Hello, RankHello
 from kvferry.wire.layout_codec import decode_layout
 from kvferry.wire.versions import protocol_range
 
@@ -113,9 +113,6 @@ def start_engine(
         local = LocalSide(
             facts, hello, make_fit(layouts, options.role), protocol_range(ferry.side_channel.protocol_max)
         )
-        if len(cards) > 1:
-            # Each rank learns its siblings' layouts: what it owes to whom, as prefill, depends on them.
-            mail.append(Introduce(engine_id, incarnation, encode_hello(hello)))
         lookahead = int(config.num_prefill_lookahead_tokens)
         kinds = {form.kind for form in forms}
         scheduler = VllmScheduler(

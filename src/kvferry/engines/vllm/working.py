@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from vllm import _custom_ops as ops
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.connector.base import Depart
 from kvferry.connector.worker import HandoffWorker, start_worker
@@ -24,7 +24,7 @@ from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import Rank
 from kvferry.stats import HandoffStats
-from kvferry.wire.layout_codec import encode_layout
+from kvferry.wire.layout_codec import decode_layout, encode_layout
 
 __all__ = ["VllmWorker"]
 
@@ -59,14 +59,16 @@ class VllmWorker:
         layout = describe_cache(view.rank, forms, views)
         storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
         owners = [storages[region.address] for region in layout.regions]
-        incarnation = Incarnation(_agree(secrets.token_hex(8)))
+        told = _gather((secrets.token_hex(8), encode_layout(layout)))
+        incarnation = Incarnation(told[0][0])  # rank 0's word
         self._half = start_worker(
             layout,
             owners,
             engine=self._engine,
             incarnation=incarnation,
             settings=self._options.ferry,
-            num_ranks=view.rank.tp_size * view.rank.pp_size,
+            num_ranks=len(told),
+            engine_layouts=tuple(decode_layout(body) for _, body in told),
             on_lost=lambda engine, incarnation, why: self._lost.append(Depart(engine, incarnation, why)),
         )
         self.card = RankCard(
@@ -171,10 +173,14 @@ def _packing_tag(form: AttentionForm | StateForm) -> str:
     return form.opaque or (form.packing.tag if form.packing is not None else "")
 
 
-def _agree(text: str) -> str:
-    """Rank 0's text, on every rank of the engine: the workers register their caches in step."""
-    group = get_world_group()
-    return text if group.world_size == 1 else str(group.broadcast_object(text, src=0))
+def _gather(mine: tuple[str, bytes]) -> list[tuple[str, bytes]]:
+    """What every rank of the engine has, in the order of Rank.index: the workers register their caches in step."""
+    tp, pp = get_tp_group(), get_pp_group()
+    stage: list[Any] = [None] * tp.world_size
+    torch.distributed.all_gather_object(stage, mine, group=tp.cpu_group)
+    stages: list[Any] = [None] * pp.world_size
+    torch.distributed.all_gather_object(stages, stage, group=pp.cpu_group)
+    return [rank for ranks in stages for rank in ranks]
 
 
 def _rank_view(config: Any) -> RankView:
