@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.attention import StepBatch
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families import family_of
@@ -145,13 +146,17 @@ def make_drafter(
         weights.check_tensors(family.expected_tensors(card.config))
         network = family.build(card.config, weights, alone)
         return DraftModel(network, make_batch, device=device, block_tokens=cache.block_tokens)
+    unsafe, lookahead = (
+        card.speculative.settings.unsafe_without_backoff,
+        card.speculative.num_prefill_lookahead_tokens,
+    )
     return ChainDrafter(
         _modules(card, target, target_weights, open_weights, alone),
         make_batch,
         device=device,
         block_tokens=cache.block_tokens,
         max_positions=card.config.max_positions,
-        repair=not card.speculative.settings.unsafe_without_backoff,
+        lost=prefill_backoff(mamba=False, lookahead=lookahead) if unsafe else 0,
     )
 
 

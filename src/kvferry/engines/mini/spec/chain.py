@@ -72,6 +72,8 @@ class _State:
     """Of each module: slots [0, final) are final."""
     waiting: list[torch.Tensor]
     """Of each module: inputs of slots from `final` on, themselves final."""
+    lost: int
+    """See ChainDrafter: 0 in every engine that is to be used."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class _Job:
 
     def token(self, position: int) -> int:
         """A known token, or a draft."""
+        position = max(self.share.first, position - self.state.lost)
         if position <= self.known:
             return self.share.tokens[position - self.share.first]
         return self.drafts[position - self.known - 1]
@@ -109,15 +112,16 @@ class ChainDrafter:
         device: torch.device,
         block_tokens: int,
         max_positions: int,
-        repair: bool = True,
+        lost: int = 0,
     ) -> None:
-        """`repair`: False leaves drafts in the cache for good. Only to show what happens then."""
+        """`lost`: UNSAFE, only to show what happens then. A drafter that keeps its place in the text by counting drafts
+        and rejections from the prefill on is so many tokens too early where the prefill was somewhere else."""
         self._modules = modules
         self._make_batch = make_batch
         self._device = device
         self._block_tokens = block_tokens
         self._max_positions = max_positions
-        self._repair = repair
+        self._lost = lost
         self._states: dict[str, _State] = {}
 
     @torch.inference_mode()
@@ -131,7 +135,8 @@ class ChainDrafter:
             state = self._states.get(share.key)
             if state is None:
                 count = len(self._modules)
-                self._states[share.key] = _State([share.start] * count, [rows.clone(), *[lifted[:0]] * (count - 1)])
+                waiting = [rows.clone(), *[lifted[:0]] * (count - 1)]
+                self._states[share.key] = _State([share.start] * count, waiting, self._lost if share.start else 0)
                 continue
             held = share.start - state.final[0]
             assert held <= len(state.waiting[0]), "a request's shares follow one another"
@@ -182,10 +187,8 @@ class ChainDrafter:
             for row, n in enumerate(drafting):
                 jobs[n].drafts.append(chosen[row])
                 jobs[n].last = last[row : row + 1]
-        for job, final, count, out in zip(jobs, finals, counts, outs, strict=True):
+        for job, final, out in zip(jobs, finals, outs, strict=True):
             state, begin = job.state, job.state.final[i]
-            if not self._repair:
-                final = begin + count
             state.waiting[i] = job.source[final - begin : max(0, job.sound - begin)].clone()
             state.final[i] = final
             if i + 1 < len(self._modules):

@@ -60,7 +60,8 @@ class SpeculationSettings:
 
     unsafe_without_backoff: bool = False
     """UNSAFE, for `kvferry bench spec` alone: hand over the whole prompt with the drafts that are in the drafter's
-    cache, and never repair it on decode. The text stays right; most drafts are rejected."""
+    cache, and let decode's drafter lose its place in the text by as many tokens. The text stays right; nearly all
+    drafts are rejected."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -1,0 +1,156 @@
+"""Serving for `kvferry bench spec`: one engine alone, or a prefill and a decode engine, all in this process.
+
+The pair is two whole workers: they shake hands over the side channel, and KV goes by the configured transport.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvferry.engines.mini.api import GenerateRequest, Output
+from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
+from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.errors import PeerError
+from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
+from kvferry.wire.params import HandoffParams
+
+__all__ = ["Alone", "Pair", "Served", "Serving"]
+
+GIVE_UP_S = 120.0
+POLL_S = 0.0003
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    """When each token came, by the process's clock."""
+    last: Output | None = None
+    """With the account of its prompt."""
+
+    def take(self, output: Output) -> None:
+        """More of it."""
+        self.tokens += output.token_ids
+        self.times_s += [time.perf_counter()] * len(output.token_ids)
+        self.last = (
+            output if output.account is not None or self.last is None else replace(output, account=self.last.account)
+        )
+
+    @property
+    def ended(self) -> bool:
+        """All of it is here."""
+        return self.last is not None and self.last.finish_reason is not None
+
+
+class Serving:
+    """Something that answers requests."""
+
+    engine: Engine
+    """The one that decodes."""
+
+    def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
+        """Answer all at once, as one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all engines."""
+        self.engine.close()
+
+
+class Alone(Serving):
+    """One engine."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.engine = Engine.load(settings)
+
+    def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
+        """See Serving."""
+        served = {request.request_id: Served() for request in requests}
+        for request in requests:
+            self.engine.add(request)
+        while not all(one.ended for one in served.values()):
+            for output in self.engine.step():
+                served[output.request_id].take(output)
+        return list(served.values())
+
+
+class Pair(Serving):
+    """A prefill and a decode worker."""
+
+    def __init__(
+        self,
+        prefill: EngineSettings,
+        decode: EngineSettings,
+        *,
+        mode: TransferMode = TransferMode.PULL,
+        transport: str = "memory",
+        first_token: bool = True,
+    ) -> None:
+        transfer = TransferSettings(mode=mode, transport=transport, staging_bytes=0, first_token=first_token)
+        self._mode = mode
+        self._count = 0
+        self.prefill = self._worker(prefill, transfer, Role.PREFILL)
+        try:
+            self.decode = self._worker(decode, transfer, Role.DECODE)
+        except BaseException:
+            self.prefill.close()
+            raise
+        self.engine = self.decode.engine
+
+    def _worker(self, engine: EngineSettings, transfer: TransferSettings, role: Role) -> Worker:
+        return build_worker(WorkerSettings(engine=engine, ferry=FerrySettings(transfer=transfer), role=role))
+
+    def close(self) -> None:
+        """See Serving."""
+        self.decode.close()
+        self.prefill.close()
+
+    def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
+        """See Serving."""
+        served = {request.request_id: Served() for request in requests}
+        asked = {request.request_id: request for request in requests}
+        for request in requests:
+            self._count += 1
+            params = HandoffParams(
+                do_remote_decode=True, transfer_id=f"bench-{self.decode.identity.engine}-{self._count}"
+            )
+            self.prefill.engine.add(replace(request, handoff=params, sampling=replace(request.sampling, max_tokens=1)))
+            if self._mode is TransferMode.PUSH:
+                self.engine.add(replace(request, handoff=self._address(params)))
+        give_up_s, pause = time.monotonic() + GIVE_UP_S, threading.Event()
+        while not all(one.ended for one in served.values()):
+            for output in self.prefill.engine.step():
+                if output.finish_reason is not None and self._mode is TransferMode.PULL:
+                    self.engine.add(replace(asked[output.request_id], handoff=output.handoff))
+            for output in self.engine.step():
+                served[output.request_id].take(output)
+            if not self.engine.scheduler.running and not self.prefill.engine.scheduler.running:
+                pause.wait(POLL_S)  # the transport's threads are to run
+            if time.monotonic() > give_up_s:
+                raise PeerError(f"no answer in {GIVE_UP_S:g} s: {self.engine.stats()}")
+        self._settle(give_up_s, pause)
+        return list(served.values())
+
+    def _settle(self, give_up_s: float, pause: threading.Event) -> None:
+        """Blocks that hand-offs hold come back."""
+        while self.engine.has_work() or self.prefill.engine.has_work():
+            self.prefill.engine.step()
+            self.engine.step()
+            pause.wait(POLL_S)
+            if time.monotonic() > give_up_s:
+                raise PeerError(f"hand-offs stay open: {self.prefill.engine.stats()}, {self.engine.stats()}")
+
+    def _address(self, params: HandoffParams) -> HandoffParams:
+        identity = self.prefill.identity
+        return HandoffParams(
+            do_remote_prefill=True,
+            transfer_id=params.transfer_id,
+            transfer_mode=self._mode,
+            remote_engine_id=identity.engine,
+            remote_host=identity.host,
+            remote_port=identity.port,
+        )
