@@ -286,7 +286,8 @@ class VllmServer:
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to every process of this server, each by its id."""
-        for pid in self.pids():
+        # Children first: one that sees its parent die would say good-bye to its peers.
+        for pid in reversed(self.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
