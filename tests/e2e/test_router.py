@@ -1,0 +1,152 @@
+"""A router in front of real workers that registered themselves: prefixes, early handshakes, prefill's first token."""
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.client import Stream, complete, eventually, get, metrics, post
+from tests.e2e.fleet import Fleet, Process
+from tests.engines.tiny_model import make_tiny_model
+
+FLAGS = (
+    "--dtype", "float32", "--num-blocks", "400", "--threads", "1", "--lease-ttl", "3", "--lease-renew-every", "0.5",
+    "--quarantine", "0.5", "--transfer-deadline", "10",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module", params=["pull", "push"])
+def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The router first: it knows nobody. Then p and d, which register."""
+    with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(tiny), mode=str(request.param)) as fleet:
+        policies = ("--prefill-policy", "prefix_aware", "--decode-policy", "prefix_aware")
+        router = fleet.route("--registration-lease", "2", *policies, prefill=[], decode=[])
+        p = fleet.worker("p", "--router", router.url, role="prefill")
+        d = fleet.worker("d", "--router", router.url, role="decode")
+        p.wait_ready()
+        d.wait_ready()
+        eventually("both are known", lambda: _usable(router) == {"p", "d"})
+        yield fleet
+
+
+def _usable(router: Process) -> set[str]:
+    return {worker["engine"] for worker in get(router.url, "/v1/kvferry")["workers"] if worker["usable"]}
+
+
+def a_prompt(length: int, first: int = 3) -> list[int]:
+    return [first + (i * 7) % 200 for i in range(length)]
+
+
+def test_registered_workers_have_met_before_the_first_request(fleet: Fleet) -> None:
+    d = fleet.workers["d"]
+    eventually("they have met", lambda: {peer["state"] for peer in d.describe()["peers"]} == {"accepted"})
+    assert metrics(fleet.url)["kvferry_router_first_byte_seconds_count"] == 0
+    answer = complete(fleet.url, prompt := a_prompt(40), max_tokens=4, ignore_eos=True)
+    assert answer.kvferry["handed_over"] == len(prompt), answer
+    assert answer.headers["x-kvferry-route"] == fleet.mode
+    # Nobody waited for a handshake: without the meeting it is tens of milliseconds, and the router asked for nothing.
+    assert fleet.workers["d"].log.read_text().count("handshake asked") <= 1
+
+
+def test_a_stream_begins_with_prefills_token_and_has_the_same_text(fleet: Fleet) -> None:
+    prompt = a_prompt(60, 5)
+    whole = complete(fleet.url, prompt, max_tokens=8, ignore_eos=True)
+    body: dict[str, Any] = {
+        "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0.0, "return_token_ids": True,
+    }  # fmt: skip
+    seen = 0
+    for attempt in range(10):
+        fresh = [*prompt[:-1], 3 + attempt]
+        right = complete(fleet.url, fresh, max_tokens=8, ignore_eos=True)
+        stream = Stream(fleet.url, {**body, "prompt": fresh})
+        events = list(stream.events())
+        assert stream.answer.whole, stream.answer
+        assert (stream.answer.text, stream.answer.token_ids) == (right.text, right.token_ids)
+        assert len([event for event in events if event["choices"]]) == 8
+        assert len({event["id"] for event in events}) == 1
+        seen += stream.answer.headers.get("x-kvferry-first-token") == "prefill"
+    assert whole.whole
+    assert seen > 0, "prefill's token stood by itself in none of ten streams"
+
+
+def test_the_router_learns_what_is_cached(fleet: Fleet) -> None:
+    text = "the quick brown fox jumps over the lazy dog " * 12
+    answer = post(fleet.url, {"prompt": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0})
+    assert answer.whole, answer
+
+    def told() -> bool:
+        return all(worker["cached_blocks"] > 3 for worker in get(fleet.url, "/v1/kvferry")["workers"])
+
+    eventually("both tell their blocks", told)
+    again = post(fleet.url, {"prompt": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0})
+    assert again.kvferry["cached"] > 0
+    assert again.text == answer.text
+    usage = post(fleet.url, {"prompt": text, "max_tokens": 4}).usage
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Fleet) -> None:
+    p = fleet.workers["p"]
+    p.kill()
+    eventually("its lease ends", lambda: len(get(fleet.url, "/v1/kvferry")["workers"]) == 1)
+    p.start()
+    p.wait_ready()
+    eventually("it is known again", lambda: _usable(fleet.routers["router"]) == {"p", "d"}, within_s=5.0)
+    answer = complete(fleet.url, prompt := a_prompt(33, 9), max_tokens=4, ignore_eos=True)
+    assert answer.whole, answer
+    assert answer.kvferry["handed_over"] == len(prompt) or answer.kvferry["why"], answer
+    assert p.stop(30.0) == 0
+    assert _usable(fleet.routers["router"]) == {"d"}
+    assert get(fleet.url, "/health")["status"] == "degraded"
+    p.start()
+    p.wait_ready()
+    eventually("it is known again", lambda: _usable(fleet.routers["router"]) == {"p", "d"}, within_s=5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("CHAOS") != "full", reason="a comparison of times: make chaos")
+def test_push_to_both_at_once_is_sooner_than_one_after_the_other(fleet: Fleet) -> None:
+    """Time to decode's first token, in turn; what is saved is told. The comparison is of many, for a busy machine."""
+    if fleet.mode != "push":
+        pytest.skip("there is nothing to overlap in pull mode")
+    p, d = fleet.workers["p"], fleet.workers["d"]
+    told = p.describe()
+    at_once, in_turn, registrations = [], [], []
+    for number in range(30):
+        prompt = a_prompt(200, 3 + number % 50)
+        prompt[0] = 3 + number
+        began_s = time.monotonic()
+        answer = complete(fleet.url, prompt, max_tokens=2, ignore_eos=True)
+        at_once.append(time.monotonic() - began_s)
+        assert answer.headers["x-kvferry-route"] == "push", answer
+
+        prompt[1] = 250
+        began_s = time.monotonic()
+        ticket = {"do_remote_decode": True, "transfer_id": f"turn-{number}"}
+        first = complete(p.url, prompt, max_tokens=1, ignore_eos=True, kv_transfer_params=ticket)
+        asked_s = time.monotonic()
+        params = {
+            "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": f"turn-{number}",
+            "remote_engine_id": "p", "remote_incarnation": told["incarnation"],
+            "remote_host": told["side_channel"]["host"], "remote_port": told["side_channel"]["port"],
+        }  # fmt: skip
+        answer = complete(d.url, prompt, max_tokens=2, ignore_eos=True, kv_transfer_params=params)
+        in_turn.append(time.monotonic() - began_s)
+        registrations.append(time.monotonic() - asked_s)
+        assert first.whole, first
+        assert answer.kvferry["handed_over"] == len(prompt), answer
+    told_ms = {"at_once": statistics.median(at_once) * 1e3, "in_turn": statistics.median(in_turn) * 1e3}
+    print(json.dumps(told_ms | {"decode_alone": statistics.median(registrations) * 1e3}))  # noqa: T201  # for people
+    assert told_ms["at_once"] < told_ms["in_turn"]
