@@ -12,20 +12,25 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from kvferry import __version__
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, make_scheduler
 from kvferry.connector.worker import joined_stats
 from kvferry.engines.mini.blocks import BlockHash
+from kvferry.engines.mini.cache_plan import layers_of
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.equip import equip
 from kvferry.engines.mini.executor import ConnectorStart, Executor
 from kvferry.engines.mini.groups import tokens_handed_over
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
+from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.spec.cards import DrafterCard, open_drafter
 from kvferry.engines.mini.spec.load import find_drafter
+from kvferry.engines.mini.specs import make_groups
 from kvferry.handshake.engine import EngineDescription, SpeculationFacts
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -33,6 +38,7 @@ from kvferry.handshake.fit import make_fit
 from kvferry.handshake.handshake import LocalSide
 from kvferry.handshake.peers import PeerState
 from kvferry.ids import EngineId, Incarnation, TransferId
+from kvferry.layout.description import CacheKind
 from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
 from kvferry.wire.hello import Hello, RankHello, encode_hello
@@ -295,6 +301,8 @@ def describe_engine(settings: WorkerSettings, model: ModelCard) -> EngineDescrip
 
 def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str) -> EngineDescription:
     """The same before anything is loaded: `kvferry facts MODEL`. `dtype`: what weights and cache are, or `auto`."""
+    caches = layers_of(config, torch.float32, Shard())  # kinds and groups do not depend on the dtype
+    states, groups = [cache for cache in caches if cache.kind is CacheKind.STATE], make_groups(caches)
     return EngineDescription(
         engine="mini",
         engine_version=__version__,
@@ -310,7 +318,7 @@ def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dty
         total_kv_heads=config.num_kv_heads,
         head_size=config.head_dim,
         hidden_layers=config.num_layers,
-        layer_kinds=tuple("full" if window is None else "window" for window in config.windows),
+        layer_kinds=config.layer_kinds,
         rope=asdict(config.rope),
         window_tokens=next((window for window in config.windows if window is not None), None),
         max_context_tokens=config.max_positions,
@@ -318,7 +326,10 @@ def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dty
         attention_backend="sdpa",
         kv_layout="block-major",
         cross_layer_blocks=True,
-        block_tokens=(settings.engine.block_tokens,),
+        state_dtypes=sorted({f"{p.name.partition('.')[0]}={p.encoding}" for c in states for p in c.parts}),
+        hma=len(groups) > 1,
+        block_tokens=tuple(settings.engine.block_tokens for g in groups if g.kind is not CacheKind.STATE),
+        layer_groups={layer: index for index, group in enumerate(groups) for layer in group.layers},
         tp=settings.engine.tp,
         pp=settings.engine.pp,
         speculation=_speculation(settings, config, directory),
