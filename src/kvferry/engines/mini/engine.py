@@ -18,17 +18,19 @@ The states of a request are at the top of scheduler.py. Not thread-safe: one thr
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Failed, Landed, Outcome, SchedulerHalf, StepOrders, StepReport
+from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders, StepReport
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.blocks import BlockManager, num_runs
+from kvferry.engines.mini.blocks import BlockManager
+from kvferry.engines.mini.counters import Counters, EngineStats
 from kvferry.engines.mini.equip import equip
 from kvferry.engines.mini.executor import Executor
+from kvferry.engines.mini.landings import Landings
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.request import Request, State
 from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
@@ -41,43 +43,15 @@ from kvferry.engines.mini.spec.speculation import Note, Speculation
 from kvferry.engines.mini.spec.verify import verify
 from kvferry.engines.mini.specs import ShareInput, StepInput
 from kvferry.engines.mini.tokenizer import Detokenizer
-from kvferry.errors import MalformedMessage, RanksLost, RequestError, RequestTooLong
+from kvferry.errors import RanksLost, RequestError, RequestTooLong
 from kvferry.ids import RequestId
-from kvferry.stats import HandoffTiming
-from kvferry.wire.first_token import FirstToken, decode_first_token, first_token_of
+from kvferry.wire.first_token import FirstToken, first_token_of
 
 __all__ = ["Engine", "EngineSettings", "EngineStats"]
 
 logger = logging.getLogger(__name__)
 
 Revive = Callable[[], tuple[Executor, SchedulerHalf | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the start, and the queues as they are."""
-
-    steps: int
-    running: int
-    waiting: int
-    waiting_for_kv: int
-    preemptions: int
-    blocks: int
-    free_blocks: int
-    held_blocks: int
-    """References that hand-offs hold after their requests have gone."""
-    prompt_tokens: int
-    cached_tokens: int
-    handed_over_tokens: int
-    answer_tokens: int
-    ranks: int
-    """Processes that compute."""
-    revivals: int
-    """How often ranks have died and were started anew."""
-    blocks_per_run: float
-    """How many neighbouring blocks of a prompt lay on average in one run: the longer, the faster its hand-off."""
-    acceptance: Acceptance
-    """How many drafts stood; all zeros without speculation."""
 
 
 class Engine:
@@ -114,10 +88,8 @@ class Engine:
         self._reports: tuple[StepReport, ...] = ()
         self._unclean: list[int] = []
         """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
-        self.num_revivals = 0
         self._ended: list[Output] = []
-        self._steps = self._prompt_tokens = self._cached_tokens = self._handed_over_tokens = self._answer_tokens = 0
-        self._placed_blocks = self._placed_runs = 0
+        self._counters = Counters()
         self._drafter: DrafterCard | None = find_drafter(settings, model)
         self._equip(executor, connector)
 
@@ -153,6 +125,7 @@ class Engine:
             slots_ahead=card.num_slots_ahead if card else 0,
             connector=connector,
         )
+        self._landings = Landings(self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size)
         executor.on_news(lambda: self._wake())
 
     def on_wake(self, wake: Callable[[], None]) -> None:
@@ -183,7 +156,7 @@ class Engine:
         request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
         self._number += 1
         if request.from_remote and spec.handoff is not None:
-            request.first_token = self._checked(first_token_of(spec.handoff), request)
+            request.first_token = self._landings.checked(first_token_of(spec.handoff), request)
         self._requests[spec.request_id] = request
         if self._connector is not None:
             self._connector.on_new_request(request)
@@ -205,12 +178,6 @@ class Engine:
                 f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than this worker's cache of {room} "
                 "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes (--cache-gb)."
             )
-
-    def _checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
-        """A first token from outside, if it is one: it must be in the vocabulary, with logprobs if asked for."""
-        if first is None or not 0 <= first.token < self.model.config.vocab_size:
-            return None
-        return first if request.sampling.logprobs is None or first.logprob is not None else None
 
     def abort(self, request_id: RequestId) -> None:
         """End a request at once; the next step tells. Unknown ids, and ended ones, are no error."""
@@ -238,23 +205,23 @@ class Engine:
         """
         if self._down:
             self._go_on()
+        outputs, self._ended = self._ended, []
         try:
-            return self._step()
+            self._step(outputs)
         except RanksLost as error:
             if self._revive is None:
                 raise
-            return self._break_off(str(error))
+            self._break_off(str(error), outputs)
+        return outputs
 
-    def _step(self) -> list[Output]:
-        outputs, self._ended = self._ended, []
+    def _step(self, outputs: list[Output]) -> None:
         if self._connector is not None:
-            outputs += self._settle(self._connector.update(self._reports))
+            self._settle(self._connector.update(self._reports), outputs)
         while len(self._in_flight) < self.executor.depth and self._submit(outputs):
             pass
         if self._in_flight:
-            outputs += self._collect(self._in_flight.popleft())
+            self._collect(self._in_flight.popleft(), outputs)
         self._reports = self.executor.reports()
-        return outputs
 
     def _submit(self, outputs: list[Output]) -> bool:
         """Plan a step and send it on its way. False: there was nothing to compute."""
@@ -302,22 +269,21 @@ class Engine:
             if request.stages.reserved_s is None:
                 request.stages = replace(request.stages, reserved_s=now_s)
 
-    def _collect(self, plan: StepPlan) -> list[Output]:
+    def _collect(self, plan: StepPlan, outputs: list[Output]) -> None:
         """Wait for the oldest step on its way."""
         logits = self.executor.collect().logits
-        self._steps += 1
+        self._counters.steps += 1
         for share in plan.shares:
             share.request.in_flight = False
         chosen = self._choose(plan, logits) if logits is not None else {}
         alive = [share for share in plan.shares if share.request.state is not State.FINISHED]
         notes = self._keep_books(alive, chosen)
-        outputs = [self._append(share.request, chosen[share.request]) for share in alive if share.request in chosen]
+        outputs += [self._append(share.request, chosen[share.request]) for share in alive if share.request in chosen]
         open_ones = [share.request for share in alive if share.request.state is not State.FINISHED]
         left = [request for request in open_ones if request.num_left and request.num_missing <= 0]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
         if self._speculation is not None:
             self._speculation.draft(notes)
-        return outputs
 
     def _choose(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[Chosen]]:
         """The new tokens of each request that got that far: one, and the drafts that stood before it."""
@@ -378,7 +344,7 @@ class Engine:
                 choice = self._as_sent(request, first)
             request.tokens.append(choice.token)
             request.chosen = choice.logprobs
-            self._answer_tokens += 1
+            self._counters.answer_tokens += 1
             finish = request.answer.push(choice.token, choice.logprobs)
             if finish is not None:
                 break
@@ -409,7 +375,7 @@ class Engine:
         self.scheduler.remove(request)
         request.state = State.FINISHED
         del self._requests[request.request_id]
-        self._count(request)
+        self._counters.ended(request, self.settings.block_tokens)
         if self._speculation is not None:
             self._speculation.ended(request)
         transfer, params = None, None
@@ -426,112 +392,24 @@ class Engine:
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
         return replace(output, error=error, handoff=params)
 
-    def _count(self, request: Request) -> None:
-        self._prompt_tokens += request.num_prompt_tokens
-        self._cached_tokens += request.num_cached
-        self._handed_over_tokens += request.num_handed_over
-        for held in request.blocks:
-            prompt_blocks = held.ids[: -(-request.num_prompt_tokens // self.settings.block_tokens) - held.first]
-            self._placed_blocks += len(prompt_blocks)
-            self._placed_runs += num_runs(prompt_blocks)
-
     # Hand-offs
 
-    def _settle(self, outcome: Outcome) -> list[Output]:
+    def _settle(self, outcome: Outcome, outputs: list[Output]) -> None:
         """What became of hand-offs since the last step."""
-        outputs = []
-        for landed in outcome.landed:
-            request = self._requests.get(landed.request)
-            if request is not None:
-                output = self._land(request, landed)
-                if output is not None:
-                    outputs.append(output)
-        for failed in (*outcome.failed, *outcome.fatal):
-            request = self._requests.get(failed.request)
-            if request is None or request.state is not State.WAITING_FOR_KV:
-                continue
-            logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
-            request.handoff_open, request.handoff_over = False, True
-            request.why = failed.reason
-            if failed in outcome.fatal:
-                self.blocks.hold(failed.transfer, request.block_ids)
-                request.blocks = []
-                outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=failed.reason))
-                continue
-            self.scheduler.remove(request)
-            if failed.transfer in outcome.released:
-                self._keep(request, failed)
-            else:
-                self.scheduler.give_up_blocks(request, failed.transfer)
-                self.scheduler.enqueue(request)
-        for transfer in outcome.released:
-            self.blocks.release(transfer)
-        return outputs
-
-    def _keep(self, request: Request, failed: Failed) -> None:
-        """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
-        if not self.scheduler.groups.all_full:  # of windows and states nothing is known before the end
-            self._restart(request)
-            return
-        size = self.settings.block_tokens
-        arrived = min(failed.arrived.stop, request.num_prompt_tokens - 1) // size * size
-        if failed.arrived.start <= request.num_computed < arrived:
-            request.num_computed = arrived
-            request.num_handed_over = arrived - request.num_cached
-        for held in request.blocks:
-            self._unclean += held.ids[request.num_computed // size :]
-        self.scheduler.run(request)
-        self.scheduler.remember(request)
-
-    def _restart(self, request: Request) -> None:
-        """Nobody touches its blocks: it gives them up, and computes what is not in the prefix cache."""
-        self.scheduler.give_up_blocks(request, None)
-        self.scheduler.enqueue(request)
-
-    def _land(self, request: Request, landed: Landed) -> Output | None:
-        """The prompt's KV is in our blocks: go on behind it."""
-        now_s = self._clock.now_s()
-        request.stages = replace(request.stages, landing_s=now_s - landed.transfer_s, landed_s=now_s)
-        request.timing = HandoffTiming(
-            num_bytes=landed.num_bytes,
-            num_runs=landed.num_runs,
-            transfer_s=landed.transfer_s,
-            wait_s=now_s - request.arrived_s,
-            verified_cells=landed.verified_cells,
-        )
-        if request.state is not State.WAITING_FOR_KV:
-            return None  # all of it was in our prefix cache, and it did not wait
-        request.handoff_open, request.handoff_over = False, True
-        if request.first_token is None and landed.note:
-            request.first_token = self._checked(_first_token_in(landed.note), request)
-        arrived = min(landed.arrived.stop, request.num_prompt_tokens)
-        if landed.arrived.start <= request.num_computed < arrived:
-            request.num_computed = arrived
-        self.scheduler.remove(request)
-        nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
-        if not self.scheduler.groups.all_full:
-            if request.num_computed != request.brought or nothing_to_compute:
-                request.why = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
-                self._restart(request)
-                return None
-            self.scheduler.groups.landed(request)
-        self.scheduler.run(request)
-        if nothing_to_compute:
-            request.num_computed -= 1  # there is nothing else to choose the first token from
-        request.num_handed_over = request.num_computed - request.num_cached
-        if request.num_computed < request.num_prompt_tokens:
-            missing = request.num_prompt_tokens - request.num_computed
-            request.why = self.scheduler.why_tail(request) or (
-                f"prefill handed over all but the last {missing} prompt tokens"
-            )
-        self.scheduler.remember(request)
-        return self._adopt(request) if request.num_missing == 0 else None
+        settled = self._landings.settle(outcome)
+        self._unclean += settled.unclean
+        outputs += [output for request in settled.adopt if (output := self._adopt(request)) is not None]
+        for request, why in settled.fatal:
+            outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=why))
 
     def _adopt(self, request: Request) -> Output | None:
         """The other engine has chosen the first token: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
-        return self._append(request, [self._as_sent(request, first)])
+        output = self._append(request, [self._as_sent(request, first)])
+        if self._speculation is not None:
+            self._speculation.adopted(request)
+        return output
 
     def _as_sent(self, request: Request, first: FirstToken) -> Chosen:
         """The other engine's first token, as if it were chosen here."""
@@ -542,11 +420,10 @@ class Engine:
 
     # Ranks that die
 
-    def _break_off(self, why: str) -> list[Output]:
+    def _break_off(self, why: str, outputs: list[Output]) -> None:
         """All that was open is lost with the ranks. Told at once; `_go_on` is for the next call."""
         logger.error("every request ends requests=%d cause=%s", len(self._requests), why)
         told = f"a process of this engine has died: {why}. Send the request again."
-        outputs, self._ended = self._ended, []
         for request in self._requests.values():
             request.state = State.FINISHED
             outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=told))
@@ -555,36 +432,19 @@ class Engine:
         self._reports, self._unclean = (), []
         self._down = True
         self.executor.close()
-        return outputs
 
     def _go_on(self) -> None:
         assert self._revive is not None, "only an engine that can be revived is down"
         self._equip(*self._revive())
         self._down = False
-        self.num_revivals += 1
+        self._counters.revivals += 1
 
     # Looking at it
 
     def stats(self) -> EngineStats:
         """A snapshot."""
-        return EngineStats(
-            steps=self._steps,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            waiting_for_kv=len(self.scheduler.waiting_for_kv),
-            preemptions=self.scheduler.num_preemptions,
-            blocks=self.blocks.num_usable,
-            free_blocks=self.blocks.num_free,
-            held_blocks=self.blocks.num_held,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            handed_over_tokens=self._handed_over_tokens,
-            answer_tokens=self._answer_tokens,
-            ranks=len(self.executor.pids),
-            revivals=self.num_revivals,
-            blocks_per_run=self._placed_blocks / self._placed_runs if self._placed_runs else 0.0,
-            acceptance=self._speculation.acceptance if self._speculation is not None else Acceptance(),
-        )
+        acceptance = self._speculation.acceptance if self._speculation is not None else Acceptance()
+        return self._counters.stats(self.scheduler, num_ranks=len(self.executor.pids), acceptance=acceptance)
 
     def check(self) -> None:
         """Prove that every block is accounted for. For tests and debugging."""
@@ -600,12 +460,3 @@ def _first_token(request: Request) -> FirstToken | None:
         logprob=chosen.logprob if chosen else None,
         top=chosen.top if chosen else (),
     )
-
-
-def _first_token_in(note: bytes) -> FirstToken | None:
-    try:
-        return decode_first_token(note)
-    except MalformedMessage as error:
-        # The KV itself is sound; we choose the token ourselves.
-        logger.warning("hand-off note ignored: %s", error)
-        return None
