@@ -41,6 +41,8 @@ class Router:
 def _kvferry(_: Path, prefill: str, decode: str, port: int) -> list[str]:
     return [
         sys.executable, "-m", "kvferry", "route", "--prefill", prefill, "--decode", decode, "--port", str(port),
+        # A benchmark fills the machine: that a worker is slow to answer a health check says nothing here.
+        "--health-timeout", "60", "--connect-timeout", "30", "--hung-after", "0",
     ]  # fmt: skip
 
 
