@@ -1,14 +1,18 @@
 """Cache groups under the real scheduler, on a network that proves what it finds in the cache (positions.py)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.errors import RequestTooLong
+from kvferry.engines.mini.specs import make_groups
+from kvferry.errors import ConfigError, RequestTooLong
+from kvferry.layout.description import CacheKind
 from tests.engines.conftest import ask, finish, tokens_of
 from tests.engines.positions import answer, layers_of, position_engine
 
@@ -174,10 +178,53 @@ def _hashes(engine: Engine, tokens: Sequence[int]) -> list[Any]:
 
 def test_a_request_that_never_fits_is_told_how_much_would() -> None:
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=13)
-    with pytest.raises(RequestTooLong, match="this worker's cache of 40 tokens"):
+    with pytest.raises(RequestTooLong, match="this worker's cache of 44 tokens"):
         engine.add(ask("r", prompt(50)))
     engine = position_engine(layers_of(windows=(9,)), block_tokens=4, max_batch_tokens=8, num_blocks=7)
     one(engine, "long", prompt(1000))
+
+
+def test_groups_are_of_one_size() -> None:
+    """Gemma 3: as many layers a group as there are full ones; every pipeline stage has its share of every group."""
+    windows = [None if i % 6 == 5 else 512 for i in range(18)]
+    layers = [
+        replace(layers_of(full=1)[0], layer=f"layers.{i}.attn", window_tokens=window,
+                kind=CacheKind.FULL if window is None else CacheKind.WINDOW)
+        for i, window in enumerate(windows)
+    ]  # fmt: skip
+    groups = make_groups(layers)
+    assert [len(group.layers) for group in groups] == [3] * 6
+    first_stage = {layer.layer for layer in layers[:9]}
+    assert all(first_stage & set(group.layers) for group in groups)
+
+
+def test_a_state_larger_than_any_block_makes_the_page(caplog: pytest.LogCaptureFixture) -> None:
+    """Then a group has one layer, and blocks of tokens share a page as well as they can; the operator is told."""
+    attention, state = layers_of(full=2, states=1)[::2]
+    large = replace(state, parts=(replace(state.parts[0], axes=(("field", 4000, 0, 4000),)),))
+    layers = [replace(large if i % 3 else attention, layer=f"layers.{i}.x") for i in range(6)]
+    groups = make_groups(layers)
+    assert [len(group.layers) for group in groups] == [2, 1, 1, 1, 1]
+    cache = KVCache(layers, groups, num_blocks=3, block_tokens=16, device="cpu")
+    assert cache.placement.page_bytes == 4000 * 8 + 256  # whole rows of attention: 16 tokens of 24 bytes
+    assert "block_tokens=672 (--block-tokens)" in caplog.text
+
+
+def test_no_memory_for_the_cache_is_told_with_what_there_is() -> None:
+    layers = layers_of(full=2)
+    with pytest.raises(
+        ConfigError, match=r"no memory for a cache of \d+ bytes: \d+ bytes are free on 'cpu'. Set cache_b"
+    ):
+        KVCache(layers, make_groups(layers), num_blocks=1 << 40, block_tokens=16, device="cpu")
+
+
+def test_all_of_a_copy_is_read_before_any_is_written() -> None:
+    layers = layers_of(full=1)
+    cache = KVCache(layers, make_groups(layers), num_blocks=5, block_tokens=4, device="cpu")
+    for block in range(5):
+        cache.data[block] = block
+    cache.copy([(1, 2), (2, 3), (3, 1)])
+    assert cache.data[:, 0].tolist() == [0, 3, 1, 2, 4]
 
 
 def test_lookahead_keeps_a_longer_window() -> None:  # R34

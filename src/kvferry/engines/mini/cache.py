@@ -5,6 +5,7 @@ other; a block of all layers is one run of bytes. So a block id says where a blo
 For a model of one kind of layers a page is [layers, key and value, kv_heads, block_tokens, head_dim].
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
@@ -16,7 +17,7 @@ from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import CachePart, GroupSpec, LayerCache, attention_parts, make_groups
+from kvferry.engines.mini.specs import CachePart, GroupSpec, LayerCache, make_groups
 from kvferry.errors import ConfigError
 from kvferry.layout.builders import MADE_UP_ADDRESS
 from kvferry.layout.description import (
@@ -31,9 +32,10 @@ from kvferry.layout.description import (
     Tensor,
 )
 
-__all__ = ["ENCODINGS", "KVCache", "Placement", "free_bytes", "num_blocks_of", "place"]
+__all__ = ["KVCache", "Placement", "free_bytes", "num_blocks_of", "place"]
 
-ENCODINGS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
+logger = logging.getLogger(__name__)
+
 STATE_ALIGN_BYTES = 16
 
 
@@ -79,7 +81,7 @@ def place(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], block_token
     """Lay out the layers of one rank. `groups`: of the whole model.
 
     In each group the parts with the longest rows come first, layer by layer, so that scales lie behind all keys and
-    values. A page is a whole number of rows: KVCache.rows reads the allocation as rows of one (block, head).
+    values. A page is a whole number of rows: attention reads the allocation as rows of one (block, head).
     """
     parts: dict[tuple[str, str], tuple[CachePart, int, int]] = {}
     page, unit = 0, 1
@@ -100,6 +102,25 @@ def place(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], block_token
     return Placement(tuple(groups), block_tokens, -(-page // unit) * unit, parts)
 
 
+def _tell_of_waste(placement: Placement) -> None:
+    """Groups of tokens whose blocks fill little of a page, because a state of one layer is so large."""
+    used = [0] * len(placement.groups)
+    for part, group, _ in placement.parts.values():
+        used[group] += part.num_bytes
+    per_token = max(
+        (size for size, spec in zip(used, placement.groups, strict=True) if spec.kind is not CacheKind.STATE), default=0
+    )
+    if per_token and 2 * per_token * placement.block_tokens < placement.page_bytes:
+        logger.warning(
+            "a block of %d tokens fills %d of %d bytes of a cache page, which has to hold a recurrent state too: with "
+            "block_tokens=%d (--block-tokens) the cache would hold more tokens",
+            placement.block_tokens,
+            per_token * placement.block_tokens,
+            placement.page_bytes,
+            max(placement.block_tokens, placement.page_bytes // per_token // 16 * 16),
+        )
+
+
 def _row_bytes(part: CachePart, block_tokens: int) -> int:
     """What of a block lies together for each head: its tokens, each with the axes behind theirs."""
     return block_tokens * prod(part.sizes[part.token_at :]) * part.dtype.itemsize
@@ -107,9 +128,6 @@ def _row_bytes(part: CachePart, block_tokens: int) -> int:
 
 class KVCache:
     """Owns the memory. Block 0 is never given to a request: it stays zero, and pads short block tables."""
-
-    config: ModelConfig
-    """Of a cache of one group, until attention goes by `view` alone."""
 
     def __init__(
         self,
@@ -130,8 +148,9 @@ class KVCache:
         """How many tokens back each layer sees, itself included; None: all."""
         self._rank = rank or Rank()
         dtypes = {part.dtype for part, _, _ in self.placement.parts.values()}
-        # Of several dtypes the bytes are all that they have in common.
+        # Of several dtypes the bytes are all that they have in common; and floats of 8 bits cannot be filled.
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        dtype = dtype if dtype.itemsize > 1 else torch.uint8
         need = num_blocks * self.placement.page_bytes
         _check_memory(need, self.placement.page_bytes, device)
         try:
@@ -144,8 +163,9 @@ class KVCache:
             ) from error
         """[num_blocks, elements of a page]."""
         self._views = {name: self._view(*where) for name, where in self.placement.parts.items()}
-        self._names = list(dict.fromkeys(layer for layer, _ in self.placement.parts))
-        self._rows: dict[str, torch.Tensor] = {}
+        self._groups = {layer: group for (layer, _), (_, group, _) in self.placement.parts.items()}
+        if self._rank.index == 0:
+            _tell_of_waste(self.placement)
 
     @classmethod
     def create(
@@ -181,7 +201,7 @@ class KVCache:
 
     def group_of(self, layer: str) -> int:
         """Which block table a layer goes by."""
-        return next(group for (name, _), (_, group, _) in self.placement.parts.items() if name == layer)
+        return self._groups[layer]
 
     def _view(self, part: CachePart, group: int, offset: int) -> torch.Tensor:
         typed = self.data.view(torch.uint8).view(part.dtype)
@@ -211,50 +231,6 @@ class KVCache:
         if self.data.device.type == "cuda":
             torch.cuda.current_stream(self.data.device).synchronize()
 
-    # Reading many blocks with one copy
-
-    def rows(self, layer: str | int, block_ids: torch.Tensor) -> torch.Tensor:
-        """Which rows `gather` reads for block tables [batch, blocks]: [parts * batch * heads * blocks].
-
-        A row is what one head has of one block. The rows of layers with equal parts are the same.
-        """
-        parts = self._gathered(layer)
-        part = parts[0][0]
-        row = _row_bytes(part, self.block_tokens)
-        heads = prod(part.sizes[: part.token_at])
-        within = torch.arange(len(parts) * heads, device=self.data.device).view(len(parts), 1, heads, 1)
-        return (block_ids[None, :, None, :] * (self.placement.page_bytes // row) + within).flatten()
-
-    def gather(self, layer: str | int, rows: torch.Tensor, batch: int) -> tuple[torch.Tensor, ...]:
-        """Keys and values, each [batch, kv_heads, blocks * block_tokens, head_dim], of some rows; one copy. Of a latent
-        cache: the latents, [batch, blocks * block_tokens, dim]."""
-        parts = self._gathered(layer)
-        part, _, offset = parts[0]
-        name = self._name(layer)
-        if (held := self._rows.get(name)) is None:
-            row = _row_bytes(part, self.block_tokens)
-            assert offset % row == 0, "the parts with the longest rows come first"
-            typed = self.data.view(torch.uint8).view(part.dtype)
-            held = self._rows[name] = typed.view(-1, row // part.dtype.itemsize)[offset // row :]
-        found = torch.index_select(held, 0, rows)
-        return tuple(found.view(len(parts), batch, *part.sizes[: part.token_at], -1, *part.sizes[part.token_at :]))
-
-    def store(
-        self, layer: str | int, keys: torch.Tensor, values: torch.Tensor, slots: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Write keys and values [tokens, kv_heads, head_dim]; `slots`: each token's block, and place in the block."""
-        blocks, offsets = slots
-        name = self._name(layer)
-        self._views[name, "k"][blocks, :, offsets] = keys
-        self._views[name, "v"][blocks, :, offsets] = values
-
-    def _name(self, layer: str | int) -> str:
-        return layer if isinstance(layer, str) else self._names[layer]
-
-    def _gathered(self, layer: str | int) -> list[tuple[CachePart, int, int]]:
-        name = self._name(layer)
-        return [self.placement.parts[name, part] for part in ("k", "v", "latent") if (name, part) in self._views]
-
     def layout(self) -> CacheLayout:
         """Where every byte is, for the connector."""
         on_cuda = self.data.device.type == "cuda"
@@ -265,12 +241,6 @@ class KVCache:
             kind=MemoryKind.VRAM if on_cuda else MemoryKind.DRAM,
             device=(self.data.device.index or 0) if on_cuda else 0,
         )
-
-
-def dense_layers(config: ModelConfig, dtype: torch.dtype) -> tuple[LayerCache, ...]:
-    """Every layer of the Llama family keeps every token."""
-    parts = attention_parts((config.num_kv_heads, 0, config.num_kv_heads), config.head_dim, dtype, ENCODINGS[dtype])
-    return tuple(LayerCache(f"layers.{i}.attn", CacheKind.FULL, None, parts) for i in range(config.num_layers))
 
 
 def num_blocks_of(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], settings: EngineSettings) -> int:

@@ -18,9 +18,11 @@ __all__ = [
     "LayerCache",
     "ShareInput",
     "StepInput",
-    "attention_parts",
     "make_groups",
 ]
+
+NOMINAL_BLOCK_TOKENS = 16
+"""What groups are balanced for, whatever the blocks are: so that they depend on the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +79,26 @@ class GroupSpec:
     layers: tuple[str, ...]
 
 
-def attention_parts(
-    heads: tuple[int, int, int], dim: int, dtype: torch.dtype, encoding: str
-) -> tuple[CachePart, CachePart]:
-    """Keys and values of ordinary attention; `heads`: how many the model has, and the range that this rank holds."""
-    axes = (("head", *heads), ("dim", dim, 0, dim))
-    return CachePart("k", dtype, encoding, axes), CachePart("v", dtype, encoding, axes)
-
-
 def make_groups(layers: Sequence[LayerCache]) -> tuple[GroupSpec, ...]:
     """Deal the layers of the whole model out into groups, kinds in the order in which they first appear.
 
-    Groups take turns on pages of one size, so they should be of one size too: as many layers as the rarest kind has.
-    The layers of a kind are dealt out one by one, so that every pipeline stage has its share of every group.
+    Groups take turns on pages of one size, so they should be of one size too: that of the smallest kind as one group,
+    or of the largest layer, if that is more (a recurrent state is often as large as hundreds of tokens). The layers of
+    a kind are dealt out one by one, so that every pipeline stage has its share of every group.
     """
     kinds: dict[tuple[CacheKind, int | None], list[str]] = {}
+    sizes: dict[tuple[CacheKind, int | None], int] = {}
     for layer in layers:
-        kinds.setdefault((layer.kind, layer.window_tokens), []).append(layer.layer)
-    size = min((len(names) for names in kinds.values()), default=1)
+        key = (layer.kind, layer.window_tokens)
+        kinds.setdefault(key, []).append(layer.layer)
+        tokens = 1 if layer.kind is CacheKind.STATE else NOMINAL_BLOCK_TOKENS
+        sizes[key] = max(sizes.get(key, 1), tokens * sum(part.num_bytes for part in layer.parts))
+    smallest = min((len(names) * sizes[key] for key, names in kinds.items()), default=1)
+    page = max(smallest, max(sizes.values(), default=1))
     groups = []
-    for (kind, window), names in kinds.items():
-        count = -(-len(names) // size)
-        groups += [GroupSpec(kind, window, tuple(names[first::count])) for first in range(count)]
+    for key, names in kinds.items():
+        count = -(-len(names) // (page // sizes[key]))
+        groups += [GroupSpec(*key, tuple(names[first::count])) for first in range(count)]
     return tuple(groups)
 
 
