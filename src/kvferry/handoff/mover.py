@@ -59,17 +59,18 @@ def runs_of(post: Post, flow: Flow) -> list[Runs]:
     source, destination = (post.local, post.remote) if writing else (post.remote, post.local)
     runs: list[Runs] = []
     if flow.every_token is not None:
-        runs += _plan(flow.every_token, source, destination, post.tokens)
+        # Only the last part may reach beyond its tokens: a later one could be overtaken by it there.
+        runs += _plan(flow.every_token, source, destination, post.tokens, pad_tail=post.whole is not None)
     if flow.at_the_end is not None and post.whole is not None:
-        runs += _plan(flow.at_the_end, source, destination, post.whole)
+        runs += _plan(flow.at_the_end, source, destination, post.whole, pad_tail=True)
     return runs
 
 
 def _plan(
-    edge: Edge, source: Sequence[BlockTable], destination: Sequence[BlockTable], tokens: TokenRange
+    edge: Edge, source: Sequence[BlockTable], destination: Sequence[BlockTable], tokens: TokenRange, *, pad_tail: bool
 ) -> list[Runs]:
     # Decode's last block is the request's own, and decode goes on computing behind what arrives.
-    return [runs for runs in plan(edge, source, destination, tokens, pad_tail=True) if len(runs)]
+    return [runs for runs in plan(edge, source, destination, tokens, pad_tail=pad_tail) if len(runs)]
 
 
 @dataclass(slots=True)
