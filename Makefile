@@ -80,6 +80,10 @@ bench: setup  ## the benchmarks; JSON with its environment goes to out/
 sim: setup  ## a million simulated hand-offs with faults
 	$(BIN)/kvferry sim --runs 1000000
 
+matrix: setup  ## the whole P/D matrix, 864 cells in real processes; goes on where it stopped, and writes its page
+	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl
+	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl --page docs/reference/pd-matrix.md
+
 chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 

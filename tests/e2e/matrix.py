@@ -1,6 +1,6 @@
 """The P/D matrix: every family, every shape of prefill and decode, block sizes, prefix hits, push and pull.
 
-    python -m tests.e2e.matrix [--pairwise] [--family F ...] [--mode M ...] [--out FILE] [--table]
+    python -m tests.e2e.matrix [--pairwise] [--family F ...] [--mode M ...] [--out FILE] [--page FILE]
 
 Real processes over real NIXL, on tiny random models in fp32. Two processes hold all engines, prefill ones and decode
 ones, and start their rank processes; an engine lives as long as cells need it, and cells go through one by one.
@@ -29,7 +29,7 @@ from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
 from tests.e2e.matrix_host import Answered, Ask, Close, Forget, Open, host
 from tests.engines.tiny_model import make_tiny_model
 
-__all__ = ["Cell", "Matrix", "every_cell", "pairwise", "run", "table"]
+__all__ = ["Cell", "Matrix", "every_cell", "page", "pairwise", "run"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4},
@@ -81,6 +81,34 @@ MODES = ("pull", "push")
 PROMPT, SHARED, ANSWER = 96, 48, 8
 """Tokens: of the prompt as handed over; of those that decode has before a `partial` hit; of the answer."""
 CELL_S = 60.0
+TITLES = {
+    "llama": "Llama: full attention",
+    "gemma3": "Gemma 3: windows and full attention, in groups that share pages",
+    "mla": "DeepSeek-V2: MLA, experts",
+    "mamba": "Granite 4: Mamba-2 and full attention, in groups that share pages",
+}
+PAGE_HEAD = """\
+<!-- Made by `python -m tests.e2e.matrix --page docs/reference/pd-matrix.md`. Do not edit. -->
+# The P/D matrix
+
+Prefill and decode of the embedded engine in every shape: real processes over real NIXL, tiny random models in fp32
+(tests/e2e/matrix.py). `make matrix` runs all of it, `make test` the part in which any two values of any two axes meet.
+Right: {right} of {tried} cells.
+
+A row is prefill's shape to decode's, a column the transfer mode and the tokens of a block on prefill / decode. A field
+has three signs: decode has *nothing* of the prompt in its own prefix cache, *a part* ({shared} of {prompt} tokens, in
+whole blocks), *all* of it.
+
+`ok` says all of this:
+
+* the {answer} tokens that decode answers are those that the same decode engine answers alone;
+* the digest of every byte that was moved is prefill's (`--verify all`; it does not depend on layouts);
+* decode took from its own cache exactly what it had, and was handed over the rest (R30);
+* it computed no prompt token again (R36), but the last one where the model keeps a recurrent state (R32).
+
+Prompts are longer than Gemma's window (20 tokens) and than a chunk of prefill (64 tokens). In push, a decode engine
+that has *all* still wants the last block: it cannot know that prefill's first token will come.
+"""
 
 
 @dataclass(frozen=True)
@@ -310,23 +338,26 @@ def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]
             matrix.close()
 
 
-def table(lines: Iterable[dict[str, Any]]) -> str:
-    """Markdown: a table a family, a row for each shape of both sides, a column for each mode, block sizes and hit."""
+def page(lines: Iterable[dict[str, Any]]) -> str:
+    """docs/reference/pd-matrix.md: a table a family, a row for the shapes of both sides, a column for mode and block
+    sizes; in each field a sign for each prefix hit."""
     found = {tuple(line[axis] for axis in Cell.__dataclass_fields__): line for line in lines}
-    families = list(dict.fromkeys(key[0] for key in found))
-    text = []
-    for family in families:
-        text += [f"### {family}", "", "| prefill | decode | " + " | ".join(
-            f"{mode} {blocks}" for mode in MODES for blocks in BLOCKS) + " |",
-            "| --- | --- |" + " --- |" * (len(MODES) * len(BLOCKS))]  # fmt: skip
+    right = sum(not line["problem"] for line in found.values())
+    columns = list(itertools.product(MODES, BLOCKS))
+    text = [
+        PAGE_HEAD.format(right=right, tried=len(found), prompt=PROMPT, shared=SHARED, answer=ANSWER),
+        "| | " + " | ".join(f"{mode} {blocks}" for mode, blocks in columns) + " |",
+        "| --- |" + " --- |" * len(columns),
+    ]
+    for family in dict.fromkeys(key[0] for key in found):
+        text.append(f"| **{TITLES[family]}** |" + " |" * len(columns))
         for prefill, decode in itertools.product(PREFILL, DECODE):
             row = []
-            for mode, blocks in itertools.product(MODES, BLOCKS):
+            for mode, blocks in columns:
                 cells = [found.get((family, mode, prefill, decode, blocks, hit)) for hit in HITS]
-                row.append(" ".join("." if cell is None else "ok" if not cell["problem"] else "NO" for cell in cells))
-            text.append(f"| {prefill} | {decode} | " + " | ".join(row) + " |")
-        text.append("")
-    return "\n".join(text)
+                row.append(" ".join("-" if cell is None else "ok" if not cell["problem"] else "NO" for cell in cells))
+            text.append(f"| {prefill} to {decode} | " + " | ".join(row) + " |")
+    return "\n".join(text) + "\n"
 
 
 def main() -> int:
@@ -336,11 +367,11 @@ def main() -> int:
     parser.add_argument("--family", action="append", choices=list(FAMILIES))
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--out", type=Path, default=Path("out/matrix.jsonl"), help="results; right ones are kept")
-    parser.add_argument("--table", action="store_true", help="run nothing: print the file's results as Markdown")
+    parser.add_argument("--page", type=Path, help="run nothing: write what --out has to this Markdown file")
     args = parser.parse_args()
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    if args.table:
-        sys.stdout.write(table(lines))
+    if args.page is not None:
+        args.page.write_text(page(lines))
         return 0
     done = {tuple(line[axis] for axis in Cell.__dataclass_fields__) for line in lines if not line["problem"]}
     cells = [

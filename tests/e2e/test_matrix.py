@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.matrix import every_cell, pairwise, run, table
+from tests.e2e.matrix import every_cell, page, pairwise, run
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 
@@ -17,7 +17,8 @@ def test_any_two_values_of_any_two_axes(tmp_path: Path) -> None:  # R22, R23, R3
     assert {cell: result.problem for cell, result in results if not result.right} == {}
 
 
-def test_the_table_says_what_is_missing_and_what_is_wrong() -> None:
+def test_the_page_says_what_is_missing_and_what_is_wrong() -> None:
     cell = {"family": "llama", "mode": "pull", "prefill": "TP1", "decode": "TP2", "block_sizes": "16/16", "problem": ""}
-    text = table([{**cell, "hit": "none"}, {**cell, "hit": "full", "problem": "tokens differ"}])
-    assert "| TP1 | TP2 | ok . NO | . . . |" in text
+    text = page([{**cell, "hit": "none"}, {**cell, "hit": "full", "problem": "tokens differ"}])
+    assert "| TP1 to TP2 | ok - NO | - - - |" in text
+    assert "Right: 1 of 2 cells." in text
