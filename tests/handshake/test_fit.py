@@ -8,7 +8,11 @@ import pytest
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.desk import Desk
 from kvferry.handshake.fit import layouts_of, make_fit
+from kvferry.layout.builders import LayoutBuilder, head_range
+from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role
+from kvferry.wire.hello import Hello
+from kvferry.wire.layout_codec import encode_layout
 from tests.attacks.fuzz import engine
 
 
@@ -52,3 +56,32 @@ def test_desks_with_real_layouts() -> None:
         d.replied(asked.token, p.answer(asked.body, "x", 0.0), 0.0)
     assert [peer.engine for peer in d.take_accepted()] == ["p"]
     assert [peer.engine for peer in p.take_accepted()] == ["d"]
+
+
+def windowed(*, hybrid: bool, told: bool = False) -> CacheLayout:
+    """One layer with a window of 8: in a window group, or in one that keeps every block (and may know the window)."""
+    builder = LayoutBuilder(Rank(0))
+    group = builder.window(4, 8) if hybrid else builder.full(4, window_tokens=8 if told else None)
+    builder.attention("layers.0.attn", group, heads=head_range(2, 0, 1), head_dim=2, element_bytes=2, encoding="bf16",
+                      num_blocks=8)  # fmt: skip
+    return builder.build()
+
+
+def test_a_window_on_prefill_where_decode_keeps_every_token_is_refused_on_both_sides() -> None:  # R1, R23
+    p, d = engine("p", Role.PREFILL), engine("d", Role.DECODE)
+
+    def says(layout: CacheLayout, hello: Hello) -> Hello:
+        rank = msgspec.structs.replace(hello.ranks[0], layout=encode_layout(layout))
+        return msgspec.structs.replace(hello, ranks=(rank,))
+
+    window, full = windowed(hybrid=True), windowed(hybrid=False)
+    reason = (
+        r"layer 'layers.0.attn' part 'k': decode keeps every token of it, and prefill the last 8 only; use the same"
+    )
+    with pytest.raises(IncompatiblePeer, match=reason):
+        make_fit((window,), Role.PREFILL)(says(full, d.hello))
+    with pytest.raises(IncompatiblePeer, match=reason):
+        make_fit((full,), Role.DECODE)(says(window, p.hello))
+    make_fit((window,), Role.PREFILL)(says(windowed(hybrid=False, told=True), d.hello))  # it needs the window only
+    make_fit((full,), Role.PREFILL)(says(window, d.hello))  # more than is needed is no harm
+    make_fit((window,), Role.PREFILL)(says(window, d.hello))

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvferry.errors import MalformedMessage
+from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.handshake import Fit
-from kvferry.layout.description import CacheLayout
-from kvferry.layout.pairing import pair
+from kvferry.layout.description import CacheKind, CacheLayout
+from kvferry.layout.pairing import Pairing, pair
 from kvferry.settings import Role
 from kvferry.wire.hello import Hello
 from kvferry.wire.layout_codec import decode_layout
@@ -36,9 +36,25 @@ def make_fit(local: Sequence[CacheLayout], role: Role) -> Fit:
         remote = layouts_of(peer)
         if role is not Role.PREFILL and peer.role is not Role.DECODE:
             for layout in local:
-                pair(remote, layout)
+                _check_windows(pair(remote, layout))
         if role is not Role.DECODE and peer.role is not Role.PREFILL:
             for layout in remote:
-                pair(local, layout)
+                _check_windows(pair(local, layout))
 
     return fit
+
+
+def _check_windows(pairing: Pairing) -> None:
+    """Every token is kept by decode, and only a window of them by prefill: no prompt longer than the window could move.
+
+    (A transfer would say so, each time.) Decode may know that only the window is needed: its group then names one.
+    """
+    for edge in pairing.edges:
+        for part in edge.slices:
+            source = edge.source.groups[edge.source.tensors[part.source_tensor].group]
+            group = edge.destination.groups[edge.destination.tensors[part.destination_tensor].group]
+            if source.kind is CacheKind.WINDOW and group.kind is CacheKind.FULL and group.window_tokens is None:
+                raise IncompatiblePeer(
+                    f"layer {part.layer!r} part {part.part!r}: decode keeps every token of it, and prefill the last "
+                    f"{source.window_tokens} only; use the same cache allocator on both sides (hybrid on, or off)"
+                )
