@@ -75,7 +75,7 @@ def test_the_last_part_brings_windows_and_states_also_when_it_has_no_new_token()
 def test_only_the_last_part_reaches_to_the_end_of_its_last_block() -> None:
     # A part that is overtaken by the next one would write old bytes over new ones.
     assert moved(tokens=TokenRange(0, 10), whole=None) == {0: 10 * TOKEN_BYTES}
-    assert moved(tokens=TokenRange(0, 10), whole=TokenRange(0, 10))[0] == 12 * TOKEN_BYTES
+    assert moved(tokens=TokenRange(8, 18), whole=TokenRange(0, 20))[0] == 12 * TOKEN_BYTES
 
 
 def test_a_unit_is_a_whole_number_of_blocks_on_both_sides() -> None:
