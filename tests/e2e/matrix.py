@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -382,6 +383,7 @@ def main() -> int:
     todo = [cell for cell in cells if tuple(asdict(cell).values()) not in done]
     sys.stderr.write(f"{len(todo)} cells to run, {len(cells) - len(todo)} are there\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # else it tells of each engine that was ended between two cells
     began_s, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as directory, args.out.open("a") as file:
         for number, (cell, result) in enumerate(run(todo, Path(directory)), 1):
