@@ -100,7 +100,12 @@ def make_eagle(directory: Path, seed: int = 11, **changes: Any) -> Path:
     weights = _weights(whole, seed)
     hidden = whole["hidden_size"]
     made = {"fc.weight": np.random.default_rng(seed).standard_normal((hidden, 2 * hidden)).astype(np.float32) * 0.1}
-    made |= {name.removeprefix("model."): one for name, one in weights.items() if ".layers." in name}
+    # A drafter's first layer reads what `fc` made: it has no norm of its own before that.
+    made |= {
+        name.removeprefix("model."): one
+        for name, one in weights.items()
+        if ".layers." in name and not name.endswith("input_layernorm.weight")
+    }
     _write_safetensors(directory / "model.safetensors", made)
     return directory
 

@@ -8,6 +8,7 @@ was killed. Knows nothing of vLLM but its command line and its HTTP.
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -242,10 +243,12 @@ class VllmServer:
         return "\n".join([line for line in self.log().splitlines() if line.strip()][-num_lines:])
 
     def last_error(self) -> str:
-        """The last line that names an exception, else the last line."""
+        """The last line that names an exception, without what vLLM says of its own processes; else the last line."""
         lines = [line for line in self.log().splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line or "assert" in line.lower()]
-        return (named or lines or ["it wrote nothing"])[-1].strip()[-300:]
+        named = [line for line in lines if re.search(r"\b\w+(Error|Exception|Interrupt)\b: \S", line)]
+        causes = [line for line in named if "Engine core init" not in line and "Executor failed" not in line]
+        last = (causes or named or lines or ["it wrote nothing"])[-1]
+        return re.sub(r"^\([^)]*\) \w+ [\d-]+ [\d:]+ \[[^]]*\]\s*", "", last).strip()[:300]
 
     # Its processes
 
