@@ -16,13 +16,14 @@ from kvferry.cli.main import ExitCode
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 
-SUMMARY = "measure: engine, transfer, plan, handshake, handoff, router, vllm"
+SUMMARY = "measure: engine, transfer, plan, handshake, handoff, spec, router, vllm"
 BENCHMARKS = {
     "engine": "tokens a second of the embedded engine, beside transformers",
     "transfer": "GB/s of direct, staged and chosen transfers, beside one long one and memcpy",
     "plan": "nanoseconds and bytes a run of the planner",
     "handshake": "time and refusals of handshakes",
     "handoff": "what a hand-off costs beside one engine alone",
+    "spec": "what drafts are worth: alone, under prefill/decode, and there without the back-off",
     "router": "what a router costs a request, beside other routers",
     "vllm": "kvferry in vLLM, beside the connector that vLLM has (needs vLLM)",
     "calibrate": "measure this machine once, so that direct or staged is chosen well",

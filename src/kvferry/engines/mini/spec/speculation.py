@@ -99,6 +99,12 @@ class Speculation:
             for note, drafts in zip(wanted, output.drafts, strict=True):
                 note.request.drafts = drafts if note.request.state is State.RUNNING else ()
 
+    def adopted(self, request: Request) -> None:
+        """Prefill's first token was taken over, and nothing was computed: whoever drafts from the text can do so now;
+        others have no hidden state yet."""
+        if self._text is not None:
+            self.draft([Note(request, 0, request.num_computed, ())])
+
     def _num_drafts(self, note: Note) -> int:
         """No more than can be of use: the last token of an answer is never computed."""
         request = note.request

@@ -1,0 +1,153 @@
+"""kvferry bench spec: what speculation is worth alone, under prefill/decode, and there without the back-off.
+
+The table of the published repair (shared rule R35): with the back-off, acceptance at every position is that of one
+engine alone; without it nearly all drafts are rejected, and the text is right all the same. Greedy answers of the three
+servings are compared, token by token.
+"""
+
+import argparse
+import json
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.main import ExitCode
+from kvferry.errors import ConfigError, FerryError
+from kvferry.settings import TransferMode
+
+__all__ = ["QUICK_ARGS", "SERVINGS", "add_arguments", "measure", "run"]
+
+QUICK_ARGS = ("--requests", "6", "--new-tokens", "48")
+SERVINGS = ("standalone", "pd", "pd_unsafe")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What drafts, and for what."""
+    parser.add_argument("--model", default="byte-mtp", help="as for `kvferry serve` (default byte-mtp, with 3 modules)")
+    parser.add_argument("--method", nargs="+", default=["mtp"], help="ngram, suffix, draft_model, eagle3, mtp")
+    parser.add_argument("--draft", metavar="MODEL", help="the drafter's model: for draft_model and eagle3")
+    parser.add_argument("--num-tokens", type=int, default=3, metavar="K", help="drafts a step (default 3)")
+    parser.add_argument("--serving", nargs="+", choices=SERVINGS, default=list(SERVINGS), help="default: all three")
+    parser.add_argument("--requests", type=int, default=16, help="served at once (default 16)")
+    parser.add_argument("--prompt-tokens", type=int, default=96, help="of the shortest prompt (default 96)")
+    parser.add_argument("--new-tokens", type=int, default=96, help="tokens an answer (default 96)")
+    parser.add_argument("--mode", type=TransferMode, default=TransferMode.PULL, choices=list(TransferMode))
+    parser.add_argument("--transport", default="memory", help="between the two engines (default memory)")
+    parser.add_argument("--dtype", default="float32", help="float32 (default): the same tokens, whatever the batch")
+    parser.add_argument("--threads", type=int, default=1, help="of each engine (default 1)")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """Measure each method in each serving. 1 if an answer differs from that without speculation."""
+    if args.requests < 1 or args.new_tokens < 2 or args.prompt_tokens < 1:
+        raise ConfigError("--new-tokens must be 2 or more, --requests and --prompt-tokens 1 or more")
+    if not args.json:
+        print(f"{'serving':12}{'method':13}{'rate':>7}{'length':>8}{'tok/s':>8}{'ms/token':>10}  by position")
+    right = True
+    expected = None
+    for method in args.method:
+        for serving in args.serving:
+            result, tokens = measure(args, method, serving)
+            expected = expected or _plain(args)
+            right &= tokens == expected
+            _show(result, as_json=args.json)
+    if not right:
+        raise FerryError("an answer differs from the one without speculation: this is a fault of kvferry. Report it.")
+    return ExitCode.OK
+
+
+def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
+    """One line of the table, and the answers."""
+    from kvferry.cli.bench_spec_serving import Alone, Pair, Served, Serving
+    from kvferry.engines.mini.spec.settings import SpeculationSettings
+
+    spec = SpeculationSettings(
+        method=method,
+        num_speculative_tokens=args.num_tokens,
+        model=args.draft if method in ("draft_model", "eagle3") else None,
+        unsafe_without_backoff=serving == "pd_unsafe",
+    )
+    settings = replace(_engine(args), speculation=spec)
+    engine: Serving
+    if serving == "standalone":
+        engine = Alone(settings)
+    else:
+        engine = Pair(settings, settings, mode=args.mode, transport=args.transport)
+    try:
+        # What is done once is done before. The prompt is another one: nothing of it is in the prefix cache.
+        engine.serve([replace(_requests(args, "w")[0], prompt_token_ids=tuple(range(8, 40)))])
+        before, start_s = engine.engine.stats().acceptance, time.perf_counter()
+        served: Sequence[Served] = engine.serve(_requests(args, "r"))
+        took_s = time.perf_counter() - start_s
+        acceptance = engine.engine.stats().acceptance.since(before)
+    finally:
+        engine.close()
+    gaps = [(one.times_s[-1] - one.times_s[0]) / (len(one.tokens) - 1) for one in served]
+    return {
+        "serving": serving,
+        "method": method,
+        "num_tokens": args.num_tokens,
+        "acceptance_rate": round(acceptance.rate, 4),
+        "acceptance_length": round(acceptance.length, 3),
+        "acceptance_by_position": [round(rate, 4) for rate in acceptance.by_position],
+        "verifications": acceptance.num_verifications,
+        "tok_s": round(sum(len(one.tokens) for one in served) / took_s, 1),
+        "tpot_ms": round(1e3 * sum(gaps) / len(gaps), 3),
+        "recomputed_tokens": sum(one.last.account.recomputed for one in served if one.last and one.last.account),
+    }, [one.tokens for one in served]
+
+
+def _plain(args: argparse.Namespace) -> list[list[int]]:
+    """The answers without speculation."""
+    from kvferry.cli.bench_spec_serving import Alone
+
+    engine = Alone(_engine(args))
+    try:
+        return [one.tokens for one in engine.serve(_requests(args, "p"))]
+    finally:
+        engine.close()
+
+
+def _engine(args: argparse.Namespace) -> Any:
+    from kvferry.engines.mini.settings import EngineSettings
+
+    return EngineSettings(
+        model=args.model, dtype=args.dtype, threads=args.threads, cache_bytes=128 << 20, max_batch_tokens=512
+    )
+
+
+def _requests(args: argparse.Namespace, name: str) -> list[Any]:
+    """Greedy ones, of growing length: pieces of the standard library, as the model's tokens."""
+    from kvferry.engines.mini.api import GenerateRequest, SamplingParams
+    from kvferry.engines.mini.models import find_model
+    from kvferry.engines.mini.tokenizer import Tokenizer
+    from kvferry.ids import RequestId
+
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
+    tokens = Tokenizer.from_directory(find_model(args.model)).encode(text)
+    step = max(1, (len(tokens) - args.prompt_tokens - args.requests) // args.requests)
+    sampling = SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
+    return [
+        GenerateRequest(
+            request_id=RequestId(f"{name}{i}"),
+            prompt_token_ids=tuple(tokens[i * step : i * step + args.prompt_tokens + i]),
+            sampling=sampling,
+        )
+        for i in range(args.requests)
+    ]
+
+
+def _show(result: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
+    rates = " ".join(f"{rate:.3f}" for rate in result["acceptance_by_position"])
+    print(
+        f"{result['serving']:12}{result['method']:13}{result['acceptance_rate']:>7.3f}"
+        f"{result['acceptance_length']:>8.3f}{result['tok_s']:>8,.0f}{result['tpot_ms']:>10.2f}  {rates}",
+        flush=True,
+    )

@@ -1,0 +1,150 @@
+"""Drafter's KV across the hand-off: every draft depth on both sides, every length, with hits; nothing is shifted, and
+no slot is read that was never computed. R31 to R36."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from kvferry.cli.bench_spec_serving import Alone, Pair
+from kvferry.connector.lookahead import handoff_tokens
+from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.executor import LocalExecutor
+from kvferry.engines.mini.request import Request
+from kvferry.settings import TransferMode
+from kvferry.wire.params import HandoffParams
+from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
+
+pytestmark = pytest.mark.engine
+Plain = Callable[..., list[list[int]]]
+
+PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
+LENGTHS = [text(length, 700 * length) for length in range(1, 17)]  # each length from 1 to 4 blocks
+DEPTHS = (0, 1, 2, 3, 5)
+FULL = os.environ.get("SPEC_MATRIX") == "full"
+SOME = [(3, 3), (1, 3), (3, 1), (2, 5), (5, 2), (0, 3), (3, 0), (1, 1)]
+PAIRS = [
+    (k_p, k_d, mode)
+    for k_p, k_d in product(DEPTHS, DEPTHS)
+    for mode in (PULL, PUSH)
+    if FULL or (mode is PULL and (k_p, k_d) in SOME) or (mode is PUSH and (k_p, k_d) == (3, 3))
+]
+
+
+@pytest.mark.parametrize(("k_p", "k_d", "mode"), PAIRS)
+def test_any_depth_on_either_side(
+    serving: MakeServing, plain: Plain, byte_mtp: str, k_p: int, k_d: int, mode: TransferMode
+) -> None:
+    """R5, R32, R36: tokens and, position by position, accepted drafts are those of one engine at decode's depth."""
+    pair = serving(Pair, engine(byte_mtp, "mtp", k_p), engine(byte_mtp, "mtp", k_d), mode=mode)
+    alone = serving(Alone, engine(byte_mtp, "mtp", k_d))
+    expected = plain(byte_mtp, LENGTHS)
+    served = pair.serve(ask(LENGTHS))
+    assert tokens(served) == expected
+    assert tokens(alone.serve(ask(LENGTHS))) == expected
+    cuts = [min(handoff_tokens(len(p), mamba=False, lookahead=k) for k in (k_p, k_d)) for p in LENGTHS]
+    for prompt, one, cut in zip(LENGTHS, served, cuts, strict=True):
+        assert one.last is not None
+        assert one.last.account is not None
+        account = one.last.account
+        assert (account.handed_over, account.cached, account.recomputed) == (cut, 0, len(prompt) - cut), len(prompt)
+        if k_d >= k_p:
+            assert ("the drafter reads ahead" in account.why) == (cut < len(prompt)), account
+        assert bool(account.why) == (cut < len(prompt)), account
+    if k_d > 1:
+        assert accepted(pair) == accepted(alone)
+    again = pair.serve(ask(LENGTHS))  # decode has some of each in its prefix cache
+    assert tokens(again) == expected
+    assert sum(one.last.account.cached for one in again if one.last and one.last.account) > 0
+    if k_d > 1:
+        alone.serve(ask(LENGTHS))
+        assert accepted(pair) == accepted(alone)
+    for worker in (pair.prefill, pair.decode):  # type: ignore[attr-defined]
+        worker.engine.check()
+        assert worker.engine.stats().free_blocks == worker.engine.stats().blocks
+
+
+@pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (4, 16)])
+def test_unequal_blocks(serving: MakeServing, plain: Plain, byte_mtp: str, blocks: tuple[int, int]) -> None:
+    settings = [engine(byte_mtp, "mtp", 3, block_tokens=size) for size in blocks]
+    pair, alone = serving(Pair, *settings), serving(Alone, settings[1])
+    assert tokens(pair.serve(ask(LENGTHS))) == tokens(alone.serve(ask(LENGTHS))) == plain(byte_mtp, LENGTHS)
+    assert accepted(pair) == accepted(alone)
+
+
+@pytest.mark.parametrize(("k_p", "k_d"), [(3, 3), (1, 3), (3, 1), (5, 3)])
+def test_windows(serving: MakeServing, plain: Plain, windowed: str, k_p: int, k_d: int) -> None:  # R34
+    pair = serving(Pair, engine(windowed, "mtp", k_p), engine(windowed, "mtp", k_d))
+    alone = serving(Alone, engine(windowed, "mtp", k_d))
+    prompts = [*LENGTHS, text(40, 9000)]
+    assert tokens(pair.serve(ask(prompts))) == tokens(alone.serve(ask(prompts))) == plain(windowed, prompts)
+    if k_d > 1:
+        assert accepted(pair) == accepted(alone)
+
+
+@pytest.mark.parametrize(("method", "count"), [("ngram", 3), ("suffix", 4)])
+def test_text_drafters(serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int) -> None:  # R3 R7
+    """On decode alone, which is a note and no error; and accepted as by one engine."""
+    pair = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, count))
+    alone = serving(Alone, engine(byte_mtp, method, count))
+    assert tokens(pair.serve(ask(LENGTHS))) == tokens(alone.serve(ask(LENGTHS))) == plain(byte_mtp, LENGTHS)
+    assert accepted(pair).drafted[0] > 0
+
+
+def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> torch.Tensor:
+    """What the cache has of slots [0, count) of a request: [count, heads, dim]."""
+    executor = one.executor
+    assert isinstance(executor, LocalExecutor)
+    cache = executor.cache
+    table, size = request.tables[cache.group_of(layer)], cache.block_tokens
+    view = cache.view(layer, part)
+    return torch.stack([view[table.block_ids[p // size]][:, p % size] for p in range(count)])
+
+
+def run_to(length: int, one: Engine, *others: Engine) -> Request:
+    """Step engines until the only request of the first has so many tokens computed."""
+    give_up_s, pause = time.monotonic() + 30.0, threading.Event()
+    while time.monotonic() < give_up_s:
+        request = next(iter(one.scheduler.running), None)
+        if request is not None and request.num_computed >= length:
+            return request
+        for each in (one, *others):
+            each.step()
+        if request is None:
+            pause.wait(0.0005)
+    raise AssertionError(f"no request came to {length} tokens")
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_every_slot_of_every_module_is_the_one_of_a_repaired_engine(
+    serving: MakeServing, byte_mtp: str, less: int
+) -> None:
+    """R35: the bytes of each module on decode. `less`: hand over one token more than handoff_tokens says, and exactly
+    the slot before the cut differs, in exactly the last module: it has read the first token of the answer."""
+    prompt, depth = text(22, 4000), 3
+    pair, alone = serving(Pair, *[engine(byte_mtp, "mtp", depth)] * 2), serving(Alone, engine(byte_mtp, "mtp", depth))
+    assert isinstance(pair, Pair)
+    cut = handoff_tokens(len(prompt), mamba=False, lookahead=depth) + less
+    for worker in (pair.prefill, pair.decode):
+        worker._standing.scheduler._handoff_tokens = lambda _: cut
+    alone.engine.add(ask([prompt], 20)[0])
+    here = run_to(len(prompt) + 6, alone.engine)
+    request = ask([prompt], 20)[0]
+    params = HandoffParams(do_remote_decode=True, transfer_id="t")
+    pair.prefill.engine.add(replace(request, handoff=params, sampling=replace(request.sampling, max_tokens=1)))
+    done = [output for _ in range(20) for output in pair.prefill.engine.step()]
+    pair.engine.add(replace(request, handoff=done[-1].handoff))
+    there = run_to(len(prompt) + 6, pair.engine, pair.prefill.engine)
+    wrong = []
+    for i, part in product(range(3), "kv"):
+        layer = f"mtp.{i}.attn"
+        a = slots(alone.engine, here, layer, part, len(prompt) + 2)
+        b = slots(pair.engine, there, layer, part, len(prompt) + 2)
+        wrong += [(layer, p) for p in range(len(a)) if not torch.allclose(a[p], b[p], atol=1e-4, rtol=1e-4)]
+    expected = [("mtp.2.attn", cut - 1)] * 2 if less else []
+    assert wrong == expected
