@@ -75,6 +75,11 @@ class Groups:
         self._windows = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.WINDOW]
         self._full = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.FULL]
 
+    @property
+    def telling(self) -> int:
+        """The group whose known blocks say best how much of a prompt need not be computed, or moved, again."""
+        return next(iter([*self._full, *self._windows]), 0)
+
     # How many
 
     def num_blocks(self, num_tokens: int) -> int:
