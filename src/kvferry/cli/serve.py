@@ -3,11 +3,13 @@
 import argparse
 import asyncio
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
+from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.http.listen import Listener, announce, check_ready_file, serve_until_signal
@@ -73,15 +75,32 @@ def _serve(
     listener: Listener,
     register_key: str | None,
 ) -> ExitCode:
+    with ExitStack() as cleanup:
+        launcher = None
+        if engine.tp * engine.pp > 1:
+            launcher = Launcher()  # now: it loads torch while we do
+            cleanup.callback(launcher.close)
+        return _serve_with(args, engine, ferry, listener, register_key, launcher)
+
+
+def _serve_with(
+    args: argparse.Namespace,
+    engine: EngineSettings,
+    ferry: FerrySettings,
+    listener: Listener,
+    register_key: str | None,
+    launcher: Launcher | None,
+) -> ExitCode:
     # Imported late: a wrong flag or a port in use is told before torch is loaded.
     from kvferry.engines.mini.assembly import WorkerSettings, build_worker
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
     from kvferry.engines.mini.server.fleet import Registrar
 
-    worker = build_worker(WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id))
+    settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)
+    worker = build_worker(settings, launcher)
     try:
         model_name = args.served_model_name or Path(args.model).name.removesuffix(".gguf")
-        settings = ServerSettings(
+        serving = ServerSettings(
             model_name=model_name,
             max_model_len=worker.engine.max_model_len,
             vocab_size=worker.engine.model.config.vocab_size,
@@ -90,7 +109,7 @@ def _serve(
             drain_timeout_s=args.drain_timeout,
             ends_with_engine=engine.on_rank_death == "exit",
         )
-        server = WorkerServer(worker, worker.engine.tokenizer, settings)
+        server = WorkerServer(worker, worker.engine.tokenizer, serving)
 
         async def main() -> None:
             await listener.start(server.app)

@@ -24,6 +24,7 @@ from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.equip import equip
 from kvferry.engines.mini.executor import ConnectorStart, Executor
 from kvferry.engines.mini.groups import tokens_handed_over
+from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
 from kvferry.engines.mini.parallel import Shard
@@ -81,8 +82,11 @@ class Worker:
 
     engine: Engine
 
-    def __init__(self, settings: WorkerSettings, model: ModelCard, executor: Executor) -> None:
-        """Nothing runs before `open`; whatever happens there, `close` is called."""
+    def __init__(
+        self, settings: WorkerSettings, model: ModelCard, executor: Executor, launcher: Launcher | None = None
+    ) -> None:
+        """Nothing runs before `open`; whatever happens there, `close` is called. `launcher`: see build_worker."""
+        self._launcher = launcher
         self.settings = settings
         self._engine_id = EngineId(settings.engine_id or f"mini-{secrets.token_hex(4)}")
         self._model = model
@@ -149,7 +153,8 @@ class Worker:
 
     def _revive(self) -> tuple[Executor, HandoffScheduler]:
         """New ranks after the old ones have died: another incarnation at the same address. On the engine's thread."""
-        _, executor = equip(self.settings.engine)
+        launcher = self._launcher if self._launcher is not None and self._launcher.running else None
+        _, executor = equip(self.settings.engine, launcher)
         try:
             standing = self._stand(executor)
         except BaseException:
@@ -244,7 +249,7 @@ class Worker:
 
     def cached_blocks(self) -> list[BlockHash]:
         """The hashes of the blocks in the prefix cache. On the engine thread."""
-        return self.engine.blocks.known_hashes()
+        return self.engine.blocks.known_hashes(self.engine.scheduler.groups.telling)
 
     def meet(self, engine: str, incarnation: str | None, host: str, port: int) -> str:
         """Shake hands with this engine if that is due: `asking`, `accepted` or `refused`. On the engine thread."""
@@ -283,9 +288,12 @@ class Worker:
         self._cleanup.close()
 
 
-def build_worker(settings: WorkerSettings) -> Worker:
-    """Load the model and put the worker together. Raises ConfigError or UnknownModel; then nothing is left behind."""
-    worker = Worker(settings, *equip(settings.engine))
+def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> Worker:
+    """Load the model and put the worker together. Raises ConfigError or UnknownModel; then nothing is left behind.
+
+    `launcher`: one that outlives the worker, for its ranks and those that replace them; the caller closes it.
+    """
+    worker = Worker(settings, *equip(settings.engine, launcher), launcher)
     try:
         worker.open()
     except BaseException:
