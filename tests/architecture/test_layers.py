@@ -43,6 +43,7 @@ THIRD_PARTY_HOMES = {
     "mooncake": {"transport"},
     "aiohttp": {"engines", "router", "cli", "http"},
     "prometheus_client": {"engines", "router"},
+    "opentelemetry": {"router"},
     "safetensors": {"engines", "handshake"},
     "tokenizers": {"engines"},
     "gguf": {"engines"},

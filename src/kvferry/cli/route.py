@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode worker; repeatable")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="its port; 0 takes a free one (default: 8080)")
+    parser.add_argument("--otlp", metavar="URL",
+                        help="send OpenTelemetry spans there, OTLP over HTTP, as in http://127.0.0.1:4318; needs "
+                        "kvferry[otel]; OTEL_TRACES_SAMPLER and the other variables of its SDK apply")  # fmt: skip
     parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid and url")
     files = field_docs(RouterFiles)
     for name, flag in _FILES.items():
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> ExitCode:
         files=files,
         open_registration=args.host in ("127.0.0.1", "::1", "localhost"),
     )
+    if args.otlp:
+        router.trace_to(args.otlp)
     listener = Listener(router.app, args.host, args.port)
 
     async def main() -> None:

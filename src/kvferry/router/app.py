@@ -3,11 +3,12 @@
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from kvferry.errors import ConfigError, FerryError
 from kvferry.http.bodies import decode_body
@@ -30,7 +31,11 @@ from kvferry.router.timeline_collect import Collector
 from kvferry.router.ui.handlers import Dashboard
 from kvferry.router.upstream import Upstream
 from kvferry.router.view import fleet_view, health_of
+from kvferry.router.worker import Worker
 from kvferry.router.workers import Fleet, check_url
+
+if TYPE_CHECKING:
+    from kvferry.router.tracing import Tracing  # needs kvferry[otel]
 
 __all__ = ["Router", "RouterFiles"]
 
@@ -100,6 +105,7 @@ class Router:
         self.timelines = Timelines()
         self.collector = Collector()
         self.observers.add(self.timelines)
+        self._tracing: Tracing | None = None
         self.app.on_startup.append(self._on_startup)
         self.app.on_cleanup.append(self._on_cleanup)
         self.app.add_routes(
@@ -115,14 +121,40 @@ class Router:
         )
         Dashboard(self.shared, self.timelines, self.collector).attach(self.app)
 
+    def trace_to(self, otlp_url: str) -> None:
+        """Send spans of every request to this OTLP receiver. Before the router listens. Raises ConfigError."""
+        if not otlp_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp {otlp_url!r} must begin with http:// or https://, as in http://127.0.0.1:4318")
+        try:
+            from kvferry.router.tracing import Tracing, otlp_exporter
+        except ImportError as error:
+            raise ConfigError(
+                f"--otlp needs the OpenTelemetry packages ({error}): pip install 'kvferry[otel]'"
+            ) from error
+        self.trace_by(Tracing(otlp_exporter(otlp_url), *self.seen_by_tracing))
+
+    @property
+    def seen_by_tracing(self) -> "tuple[Timelines, Collector, Callable[[], list[Worker]], Callable[[], ClientSession]]":
+        """What a Tracing is made from, after its exporter."""
+        return self.timelines, self.collector, lambda: self.fleet.workers, lambda: self._upstream.session
+
+    def trace_by(self, tracing: "Tracing") -> None:
+        """Have this observer, which is stopped with the router. Before the router listens."""
+        self.observers.add(tracing)
+        self._tracing = tracing
+
     async def _on_startup(self, _: web.Application) -> None:
         await self._upstream.start()
+        if self.shared.worker_key is not None:  # for health checks and the like
+            self._upstream.session.headers["Authorization"] = f"Bearer {self.shared.worker_key}"
         if self._file is not None:
             await self._file.start()
         await self.fleet.start(self._upstream.session)
         await self._registrations.start()
 
     async def _on_cleanup(self, _: web.Application) -> None:
+        if self._tracing is not None:
+            await self._tracing.stop()
         await self._registrations.stop()
         if self._file is not None:
             await self._file.stop()
