@@ -12,6 +12,7 @@ anything: the verdict is read from what happened, in the same words for both con
 import argparse
 import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +30,9 @@ HANG_S = 30.0
 BLOCKS_S = 25.0
 """How long blocks may take to come back after a case."""
 _NOISE = re.compile(
-    "SSM cache|tcmalloc|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabl|cudagraph|torch_dtype|pin_memory|"
-    "prefix caching|Traceback|chat template|generation_config|sampling parameters|not optimized|ProcessPool|"
-    "resource_tracker|unauthenticated|Add 1 |fork",
+    "SSM cache|tcmalloc|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabl|cudagraph|torch_dtype|"
+    "pin_memory|prefix caching|Traceback|chat template|generation_config|sampling parameters|not optimized|"
+    "ProcessPool|resource_tracker|unauthenticated|Add 1 |fork|API is experimental|sock.c",
     re.IGNORECASE,
 )
 
@@ -468,6 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.render:
         say(_render(args.render))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us, and every server with us
     with Lab(args.connector, args.vllm_python, stock=args.stock, policy=args.policy) as lab:
         for name in args.only or ROWS:
             say(f"{name}: {ROWS[name][0]} ...", sys.stderr)

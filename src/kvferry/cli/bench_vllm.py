@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         )
     python = _python(args.vllm_python)
     begun_s = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupt)
     zygote = Zygote(python, base_environment())
     try:
         with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as scratch:
@@ -80,6 +82,11 @@ def run(args: argparse.Namespace) -> ExitCode:
         zygote.close()
     _tell(f"{time.monotonic() - begun_s:.0f} s in all")
     return ExitCode.OK
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    """SIGTERM ends as Ctrl-C does: every server is ended first."""
+    raise KeyboardInterrupt
 
 
 def _python(told: str | None) -> str:

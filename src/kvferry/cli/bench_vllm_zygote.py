@@ -123,12 +123,21 @@ def _fork_workers() -> None:
             vars(module)["get_mp_context"] = lambda: multiprocessing.get_context("fork")
 
 
+def _end_with_parent() -> None:
+    """Whoever measures may be killed; then the zygote's stdin ends, and no server stays behind."""
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
 def _become(told: dict[str, Any]) -> None:
     """Never returns: this process is a server now, in a session of its own."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        _end_with_parent()
         log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         for target in (1, 2):
