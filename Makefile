@@ -11,7 +11,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP    := -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm clean
 
 help:  ## show this
@@ -89,6 +89,16 @@ chaos: setup  ## kill and stop workers under load, 20 times in each way and mode
 
 docs: setup  ## the reference pages that are made from code
 	$(BIN)/python -m kvferry.cli.docs
+
+vllm-table:  ## the table of docs/explanation/vllm-connectors-compared.md, on real vLLM (needs .venv-vllm); half an hour
+	@mkdir -p out
+	$(BIN)/python -m tests.vllm.faults --connector builtin --json > out/vllm-builtin.jsonl
+	$(BIN)/python -m tests.vllm.faults --connector kvferry --json > out/vllm-kvferry.jsonl
+	$(BIN)/python -m tests.vllm.faults --render out/vllm-builtin.jsonl out/vllm-kvferry.jsonl
+
+vllm-kills:  ## kill -9 of either vLLM server at random moments, both modes (needs .venv-vllm)
+	$(BIN)/python -m tests.vllm.kills --mode pull --repeats 10
+	$(BIN)/python -m tests.vllm.kills --mode push --repeats 10
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out build
