@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a window smaller than a block, chunks of 7": {"block_tokens": 32, "num_blocks": 100, "max_batch_tokens": 7},
     "few blocks": {"block_tokens": 8, "max_batch_tokens": 32},
 }
-FEW = {"gemma3": 44, "mamba": 24}
+FEW = {"gemma3": 38, "mamba": 24}
 """Blocks of 8 tokens: little more than the longest request needs."""
 
 
