@@ -60,7 +60,7 @@ def test_a_request_is_open_until_it_has_ended_and_says_what_it_waits_for() -> No
 def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
     parts = [
         part("p0", 5_000.0, ("queue", 10.003, 10.010), ("prefill", 10.010, 10.058)),
-        part("d0", -3.5, ("handshake", 10.004, 10.058), ("transfer", 10.058, 10.069), ("decode", 10.069, 10.099)),
+        part("d0", -3.5, ("handshake", 10.004, 10.018), ("transfer", 10.018, 10.069), ("decode", 10.069, 10.099)),
     ]
     line = told(PUSH).find("r1")
     assert line is not None
@@ -73,12 +73,12 @@ def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
         ("prefill", "queue"): (10.003, 10.01, "prefill request"),
         ("prefill", "prefill"): (10.01, 10.058, "prefill request"),
         ("decode", "decode request"): (10.002, 10.1, "request"),
-        ("decode", "handshake"): (10.004, 10.058, "decode request"),
-        ("decode", "transfer"): (10.058, 10.069, "decode request"),
+        ("decode", "handshake"): (10.004, 10.018, "decode request"),
+        ("decode", "transfer"): (10.018, 10.069, "decode request"),
         ("decode", "decode"): (10.069, 10.099, "decode request"),
     }
     shares = {(one.lane, one.name): round(1e3 * one.seconds, 3) for one in breakdown(spans)}
-    # Decode waits in its handshake while prefill computes: that time is prefill's.
+    # Decode's blocks are registered, and waited for, while prefill computes: that time is prefill's.
     assert shares[("prefill", "prefill")] == 48.0
     assert shares[("prefill", "queue")] == 7.0
     assert ("decode", "handshake") not in shares

@@ -10,10 +10,10 @@ __all__ = ["Share", "breakdown"]
 
 _ORDER = (
     ("decode", "decode"),
-    ("decode", "transfer"),
     ("decode", "prefill"),
     ("prefill", "prefill"),
     ("prefill", "queue"),
+    ("decode", "transfer"),
     ("decode", "queue"),
     ("decode", "handshake"),
     ("prefill", "decode"),
@@ -24,8 +24,8 @@ _ORDER = (
 )
 """Of the spans that run at one moment, the first of these owns it: what the others wait for comes before the waiting.
 
-In push mode decode's `handshake` runs while prefill computes, and it is prefill that the request waits for. A request
-to a worker owns what none of its stages explains: the network, reading and writing HTTP.
+In push mode decode's `handshake` and `transfer` run while prefill computes, and it is prefill that the request waits
+for. A request to a worker owns what none of its stages explains: the network, reading and writing HTTP.
 """
 _LEAST_S = 1e-7
 """Less is the rounding of clocks set right, not a part of anything."""

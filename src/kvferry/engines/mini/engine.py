@@ -228,6 +228,7 @@ class Engine:
         depth, num_running = self.executor.depth, len(self.scheduler.running)
         # With several stages each step takes its part of the requests, so that there is one for every stage.
         plan = self.scheduler.schedule(max_shares=None if depth == 1 else max(1, -(-num_running // depth)))
+        self._note_stages(plan)  # before the executor, which may compute at once
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
         if plan.shares or unclean or plan.changes.copies or orders:
@@ -236,7 +237,6 @@ class Engine:
             self._in_flight.append(plan)
             for share in plan.shares:
                 share.request.in_flight = True
-        self._note_stages(plan)
         outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
         outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
