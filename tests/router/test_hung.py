@@ -30,7 +30,7 @@ from tests.router.scripted_worker import (
 from tests.router.test_dispatch import BODY, post
 
 SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1)
-NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.05, hung_after_s=0)
+NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0)
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 streamed_or_not = pytest.mark.parametrize("stream", [False, True])
 

@@ -284,3 +284,45 @@ async def test_the_alarm_is_in_health_and_metrics() -> None:
     assert health["status"] == "degraded"
     assert "decode only for 100% of the latest requests; the last: p0 is unreachable" in health["reason"]
     assert "kvferry_router_decode_only_alarm 1.0" in metrics
+
+
+async def test_room_that_is_freed_is_seen_at_once() -> None:
+    """Health checks are far apart; the end of a request is enough."""
+    p, d = a_prefill(), with_room(a_decode(), 8)
+    go_on = asyncio.Event()
+
+    async def held(request: web.Request, asked: Asked) -> web.StreamResponse:
+        await go_on.wait()
+        return await decode_script(request, asked)
+
+    d.script = held
+    async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
+        asking = [asyncio.create_task(post(url, IDS)) for _ in range(3)]
+        await until(lambda: router.shared.num_waiting == 2 and len(d.asked) == 1)
+        go_on.set()
+        assert [response.status for response, _ in await asyncio.gather(*asking)] == [200] * 3
+
+
+async def test_a_request_goes_to_workers_of_its_model() -> None:
+    workers = [a_prefill("p0"), a_decode("d0"), a_prefill("p1"), a_decode("d1")]
+    for worker in workers[2:]:
+        assert worker.info is not None
+        worker.info |= {"model": "other", "mode": "push"}
+    async with fleet(*workers) as (url, _):
+        for model, prefill, decode, route in (("tiny", "p0", "d0", "pull"), ("other", "p1", "d1", "push")):
+            for _ in range(3):
+                response, _raw = await post(url, {**BODY, "model": model})
+                told = [response.headers[f"x-kvferry-{name}"] for name in ("prefill", "decode", "route")]
+                assert told == [prefill, decode, route]
+            response, _ = await post(url, {**BODY, "model": model, "max_tokens": 1})
+            assert response.headers["x-kvferry-prefill"] == prefill
+        response, _ = await post(url, {**BODY, "model": "nobody's"})
+        assert response.status == 200  # a real worker says 404
+
+
+async def test_an_engine_hands_nothing_to_itself() -> None:
+    p, d = a_prefill("same"), a_decode("same")
+    async with fleet(p, d) as (url, _):
+        response, _ = await post(url, BODY)
+    assert response.headers["x-kvferry-route"] == "alone"
+    assert "both are the engine 'same'" in response.headers["x-kvferry-why"]

@@ -14,12 +14,14 @@ from kvferry.router.worker import Worker
 __all__ = ["admit"]
 
 
-async def admit(shared: Dispatcher, tried: Attempts, wanted: Wanted) -> Worker:
-    """A decode worker. Raises ApiError if none can serve, or none has room in time."""
+async def admit(shared: Dispatcher, tried: Attempts, wanted: Wanted, model: str | None) -> Worker:
+    """A decode worker that serves `model`. Raises ApiError if none can serve, or none has room in time."""
     fleet, settings = shared.fleet, shared.settings
     until_s: float | None = None
     while True:
-        candidates = fleet.decode_candidates(tried.decode) if len(tried.decode) < settings.max_attempts else []
+        candidates: list[Worker] = []
+        if len(tried.decode) < settings.max_attempts:
+            candidates = fleet.serving(model, fleet.decode_candidates(tried.decode), fleet.decode)
         if not candidates:
             raise _nobody(shared, tried)
         roomy = [worker for worker in candidates if worker.has_room(wanted.num_tokens)]

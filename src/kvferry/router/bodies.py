@@ -38,6 +38,7 @@ class _Read(msgspec.Struct, frozen=True):
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
     prompt: str | list[str | int | list[int]] | None = None
+    model: str | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -84,6 +85,11 @@ class ClientBody:
     def stream(self) -> bool:
         """The client wants a stream."""
         return bool(self._read.stream)
+
+    @property
+    def model(self) -> str | None:
+        """The name that the client asks for."""
+        return self._read.model
 
     @property
     def include_usage(self) -> bool:

@@ -103,7 +103,7 @@ class Dispatch:
     async def _decode_somewhere(self) -> web.StreamResponse:
         ticket: Ticket | None = None
         while True:
-            decode = await admit(self._shared, self._tried, self._prompt)
+            decode = await admit(self._shared, self._tried, self._prompt, self._body.model)
             if ticket is not None and ticket.prefill is not None and self._fleet.why_not(ticket.prefill, decode):
                 ticket = None
                 self._give_up("the other decode worker does not fit")
@@ -126,6 +126,9 @@ class Dispatch:
                     if ticket is not None and not keep and (failure.reached or ticket.params is None):
                         ticket = None  # it may have claimed the grant: a new dispatch has a new transfer id
                         self._give_up(f"decode {failure}")
+                finally:
+                    if self._shared.num_waiting:
+                        self._fleet.ask_soon(decode)
 
     def _cannot_go_on(self) -> ApiError:
         failures = "; ".join(str(failure) for failure in self._tried.failures)
@@ -242,7 +245,7 @@ class Dispatch:
     def _next_prefill(self, decode: Worker | None) -> Worker | None:
         if len(self._tried.prefill) >= self._shared.settings.max_attempts:
             return None
-        return self._fleet.pick_prefill(decode, self._tried.prefill, self._prompt)
+        return self._fleet.pick_prefill(decode, self._tried.prefill, self._prompt, self._body.model)
 
     async def _prefill(self, prefill: Worker, decode: Worker) -> Ticket:
         """Have the prompt computed. Raises _Answered if that settles the request, WorkerFailed if it failed."""
@@ -384,6 +387,8 @@ class Dispatch:
         """Let prefill know that nobody will take what it may have offered."""
         if self._offer is not None:
             (prefill, transfer_id), self._offer = self._offer, None
+            if prefill.info is not None and prefill.info.kind == "vllm":
+                return  # it has no such endpoint: its lease ends it
             self._shared.releases.release_soon(prefill, transfer_id, reason)
             self._tell("released", worker=prefill.name, transfer_id=transfer_id, cause=reason)
 

@@ -59,6 +59,8 @@ class Pairs:
         """Why what they say of themselves does not fit; None: it does."""
         if prefill.info is None or decode.info is None:
             return "one of them has not answered yet"
+        if prefill.info.engine == decode.info.engine:
+            return f"both are the engine {prefill.info.engine!r}: it has nobody to hand its cache to"
         pair = self.of(prefill, decode)
         if pair.judged is None or pair.judged[0] is not prefill.info or pair.judged[1] is not decode.info:
             pair.judged, pair.why_not = (prefill.info, decode.info), why_not(prefill.info, decode.info)

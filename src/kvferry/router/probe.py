@@ -46,6 +46,8 @@ async def ask_what_it_is(session: aiohttp.ClientSession, worker: Worker, timeout
     status, body = await _get(session, f"{worker.url}/v1/kvferry", timeout)
     if status == 404:
         return await _ask_vllm(session, worker, timeout)
+    if status in (401, 403):
+        raise NotAWorker(f"GET /v1/kvferry answered {status}: it wants a key, give it with --worker-key-file")
     if status != 200:
         raise NotAWorker(f"GET /v1/kvferry answered {status}: is it a kvferry worker?")
     try:

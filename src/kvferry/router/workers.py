@@ -66,6 +66,7 @@ class Fleet:
         self._wants_blocks = self._prefix_aware or settings.local_below != "0"
         self._session: aiohttp.ClientSession | None = None
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._asking: dict[Worker, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self.on_up: list[Callable[[Worker], None]] = []
         """Called when a worker is up for the first time, again, or as a new process. Must not block."""
@@ -90,7 +91,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Ask no more."""
-        tasks, self._tasks = list(self._tasks.values()), {}
+        tasks, self._tasks = [*self._tasks.values(), *self._asking.values()], {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -208,6 +209,12 @@ class Fleet:
             logger.warning("worker down peer=%s url=%s cause=%s", worker.name, worker.url, reason)
         worker.down = reason
 
+    def ask_soon(self, worker: Worker) -> None:
+        """Something ended there, and a request waits for room: do not wait for the next turn. At most one at a time."""
+        if self._session is not None and worker in self._tasks and worker not in self._asking:
+            self._asking[worker] = task = asyncio.create_task(self.ask(self._session, worker))
+            task.add_done_callback(lambda _: self._asking.pop(worker, None))
+
     def notify(self) -> None:
         """Something changed for which a request may wait: room, a worker."""
         self._changed.set()
@@ -234,7 +241,16 @@ class Fleet:
         """By the policy."""
         return self._policies[Role.DECODE].choose(candidates, wanted)
 
-    def pick_prefill(self, decode: Worker | None, tried: set[Worker], wanted: Wanted) -> Worker | None:
+    @staticmethod
+    def serving(model: str | None, workers: list[Worker], role: Sequence[Worker]) -> list[Worker]:
+        """Those of `workers` that serve this model. A name that nobody of the role serves is for a worker to refuse."""
+        if model is None or not any(worker.info is not None and worker.info.model == model for worker in role):
+            return workers
+        return [worker for worker in workers if worker.info is not None and worker.info.model == model]
+
+    def pick_prefill(
+        self, decode: Worker | None, tried: set[Worker], wanted: Wanted, model: str | None
+    ) -> Worker | None:
         """By the policy, one that was not tried and fits decode, if decode matters; None if there is none."""
         usable = [
             worker
@@ -243,6 +259,7 @@ class Fleet:
             and worker.why_not_now() is None
             and (decode is None or self.why_not_now(worker, decode) is None)
         ]
+        usable = self.serving(model, usable, self.prefill)
         return self._policies[Role.PREFILL].choose(usable, wanted) if usable else None
 
     def has_prefill(self, decode: Worker) -> bool:
