@@ -77,6 +77,9 @@ fix: setup  ## what the checks can mend themselves
 bench: setup  ## the benchmarks; JSON with its environment goes to out/
 	$(BIN)/kvferry bench all --out out
 
+load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf makes the load (else our own clients)
+	$(BIN)/python -m tests.e2e.under_load $(if $(AIPERF),--aiperf $(AIPERF)) --seconds 120
+
 sim: setup  ## a million simulated hand-offs with faults
 	$(BIN)/kvferry sim --runs 1000000
 
