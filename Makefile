@@ -12,7 +12,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix chaos check fix bench sim docs setup
-.PHONY: setup-gemma setup-vllm clean
+.PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
