@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -383,6 +384,7 @@ def main() -> int:
     todo = [cell for cell in cells if tuple(asdict(cell).values()) not in done]
     sys.stderr.write(f"{len(todo)} cells to run, {len(cells) - len(todo)} are there\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # else it tells of each engine that was ended between two cells
     began_s, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as directory, args.out.open("a") as file:

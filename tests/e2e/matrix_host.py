@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-from kvferry.engines.mini.assembly import Worker, WorkerSettings
-from kvferry.engines.mini.equip import equip
+from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
 from kvferry.engines.mini.launcher import Launcher
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
@@ -95,12 +94,14 @@ def host(pipe: Connection) -> None:
         while True:
             busy = [worker for worker in workers.values() if worker.engine.has_work()]
             if pipe.poll(0.0 if busy else 0.005):
-                order = pipe.recv()
+                try:
+                    order = pipe.recv()
+                except EOFError:  # whoever told us what to do is gone
+                    return
                 if order is None:
                     return
                 if isinstance(order, Open):
-                    worker = workers[order.key] = Worker(order.settings, *equip(order.settings.engine, launcher))
-                    worker.open()
+                    worker = workers[order.key] = build_worker(order.settings, launcher)
                     pipe.send(Opened(order.key, _address(worker)))
                     continue
                 told = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
