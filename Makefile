@@ -62,7 +62,7 @@ test-vllm: setup setup-vllm  ## real vLLM servers over real NIXL: the covering p
 	$(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm --durations=10
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: hours
-	VLLM_TESTS=all $(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm --durations=20
+	VLLM_TESTS=all $(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
 
 check: setup  ## formatting, lint, types, architecture
 	$(BIN)/ruff format --check src tests

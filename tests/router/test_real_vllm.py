@@ -17,10 +17,11 @@ from tests.router.test_dispatch import post
 from tests.vllm.servers import Lab, Pair
 
 pytestmark = [
+    pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.process,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(os.environ.get("VLLM") != "full", reason="starts eight vLLM servers: VLLM=full"),
+    pytest.mark.skipif(os.environ.get("VLLM_TESTS") != "all", reason="starts eight vLLM servers: make test-vllm-all"),
 ]
 
 KINDS = [(connector, mode) for connector in ("builtin", "kvferry") for mode in ("pull", "push")]
