@@ -209,7 +209,7 @@ class Matrix:
         for key in missing:
             self._pipes[key[0]].send(Open(key, wanted[key]))
         for key in missing:
-            self._addresses[key] = self._receive(key[0], 120.0).address
+            self._addresses[key] = self._receive(key[0], 300.0).address
 
     def run(self, cell: Cell) -> Result:
         """One cell."""
