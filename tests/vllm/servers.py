@@ -143,7 +143,7 @@ class Lab:
         extra = {**short_times(self.connector), **changes.pop("extra", {})}
         name = f"{role[0]}{len(self._models)}-{self.dice.randrange(1 << 30):x}"
         return VllmSpec(name=name, python=self._python, model=self.model(kind), connector=self.connector, role=role,
-                        mode=mode, policy=self._policy, extra=extra,
+                        mode=mode, policy=changes.pop("policy", self._policy), extra=extra,
                          env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
 
     def pair(self, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
