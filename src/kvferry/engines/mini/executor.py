@@ -169,6 +169,7 @@ class Rank:
         self.worker = worker
         self._shard = shard or Shard()
         self._stages = stages
+        self._network = network
         self._runner = Runner(network, cache)
         self._drafter = drafter
 
@@ -194,7 +195,8 @@ class Rank:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             self._stages.send(hidden)
         if self._drafter is not None:
-            self._drafter.absorb(step.shares, hidden)
+            heard: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # see Llama.listen
+            self._drafter.absorb(step.shares, hidden if heard is None else heard)
         return logits
 
     def draft(self, order: DraftInput) -> DraftOutput:

@@ -66,7 +66,10 @@ class ModelConfig:
 
 
 def find_model(name: str) -> Path:
-    """The Hugging Face directory of a model: a path, or a name that we know. Converts a GGUF file at the first call. Raises UnknownModel."""
+    """The Hugging Face directory of a model: a path, or a name that we know. Converts a GGUF file at the first call.
+
+    Raises UnknownModel.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -80,11 +83,15 @@ def find_model(name: str) -> Path:
         from kvferry.engines.mini.gguf_model import converted
 
         return converted(smollm2_file())
+    if name == "gemma3-270m":
+        from kvferry.engines.mini.gguf_model import gemma3_directory
+
+        return gemma3_directory()
     if path.exists():
         raise UnknownModel(f"model {name!r} is neither a directory nor a .gguf file. Give the model's directory.")
     raise UnknownModel(
         f"there is no model at {name!r}. Give a Hugging Face directory (config.json and safetensors), a .gguf file, "
-        "'smollm2' for the small model that comes with kvferry's demo, or 'byte-mtp' for a smaller one with MTP modules."
+        "'smollm2' for the small model that comes with kvferry's demo, or 'byte-mtp', a smaller one with MTP modules."
     )
 
 

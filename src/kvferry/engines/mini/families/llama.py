@@ -4,7 +4,7 @@ The batch is one long row of tokens of several requests, decoding ones first (a 
 Everything but attention treats all tokens alike. Attention reads each request's past from the paged cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,6 +205,13 @@ class Llama:
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
         self._rope = Rotary(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
         self.embed, self.logits = self._ends.embed, self._ends.logits
+        self._heard: tuple[int, ...] = ()
+        self.aux_hidden: torch.Tensor | None = None
+
+    def listen(self, layers: Sequence[int]) -> None:
+        """From now on `forward` leaves the inputs of these layers in `aux_hidden`, [tokens, layers * hidden]: for a
+        drafter that reads them. The number of all layers means what comes out of the last one."""
+        self._heard = tuple(layers)
 
     def _layer(self, weights: Weights, i: int, shard: Shard) -> _Layer:
         config, name = self.config, f"model.layers.{i}"
@@ -230,7 +237,13 @@ class Llama:
         table = self._rope(batch.positions)
         if self._first:
             x = self.embed(x)
-        for layer in self._layers:
+        heard: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self._layers):
+            if i in self._heard:
+                heard[i] = x
             x = layer.attention.plus(functional.rms_norm(x, width, layer.attention_norm, eps), x, batch, table)
             x = layer.mlp.plus(functional.rms_norm(x, width, layer.mlp_norm, eps), x)
+        if self._heard:
+            heard[len(self._layers)] = x
+            self.aux_hidden = torch.cat([heard[i] for i in self._heard], dim=-1)
         return x

@@ -8,6 +8,7 @@ from kvferry.engines.mini.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.spec.cards import DrafterCard, OpenWeights, make_drafter, open_drafter
 from kvferry.engines.mini.spec.chain import Drafter
+from kvferry.errors import ConfigError
 
 __all__ = ["find_drafter", "load_drafter"]
 
@@ -27,4 +28,12 @@ def load_drafter(card: DrafterCard | None, model: LoadedModel, cache: KVCache, s
     def weights(directory: Path) -> OpenWeights:
         return open_weights(directory, model.dtype, model.device)
 
+    if card.aux_layers is not None:
+        listen = getattr(model.network, "listen", None)
+        if listen is None:
+            raise ConfigError(
+                f"speculative method='eagle3' reads hidden states between layers, which {model.config.architecture} "
+                "does not tell. Use a target of the Llama family, or another method."
+            )
+        listen(card.aux_layers)
     return make_drafter(card, model.config, weights(model.directory), weights, cache, shard)

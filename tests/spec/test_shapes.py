@@ -1,0 +1,158 @@
+"""Speculation with a recurrent state, with stages and ranks, with a draft model, with a drafter on decode alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvferry.cli.bench_spec_serving import Alone, Pair
+from kvferry.engines.mini.models import find_model
+from kvferry.engines.mini.spec import mtp
+from kvferry.engines.mini.spec.cards import open_drafter
+from kvferry.engines.mini.spec.settings import SpeculationSettings
+from kvferry.errors import ConfigError, UnknownModel
+from tests.engines.tiny_model import make_tiny_model
+from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
+
+pytestmark = pytest.mark.engine
+Plain = Callable[..., list[list[int]]]
+
+PROMPTS = [text(length, 900 * length) for length in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)]
+HYBRID: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 3,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 160,
+    "num_local_experts": 0,
+    "mamba_n_heads": 6,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "tie_word_embeddings": True,
+    "num_nextn_predict_layers": 3,
+}
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Mamba-2 and attention with random weights, and modules that bet on the last token again, more or less."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("hybrid"), "llama", seed=11, **HYBRID)
+    config = mtp.read_modules({**HYBRID, **_raw(directory)})
+    assert config is not None
+    random = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, shape in mtp.expected_tensors(config, 3):
+        weights[name] = torch.randn(shape, generator=random) * 0.05 + (1 if "norm" in name else 0)
+        if "eh_proj" in name:
+            weights[name][:, : shape[0]] += torch.eye(shape[0])
+    save_file(weights, directory / "mtp.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def _raw(directory: Path) -> dict[str, Any]:
+    from kvferry.engines.mini.models import read_json
+
+    return read_json(directory / "config.json")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_state_goes_back_to_before_a_draft_that_fell(
+    serving: MakeServing, plain: Plain, hybrid: str, count: int
+) -> None:
+    one = serving(Alone, engine(hybrid, "mtp", count, max_batch_tokens=24))
+    assert tokens(one.serve(ask(PROMPTS, 30))) == plain(hybrid, PROMPTS, 30)
+    assert 0 < accepted(one).rate < 1  # both happen
+    one.engine.check()
+    assert one.engine.stats().free_blocks == one.engine.stats().blocks
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_text_drafters_beside_a_state(serving: MakeServing, plain: Plain, hybrid: str, method: str) -> None:
+    one = serving(Alone, engine(hybrid, method, 3, max_batch_tokens=24))
+    assert tokens(one.serve(ask(PROMPTS, 30))) == plain(hybrid, PROMPTS, 30)
+    assert accepted(one).drafted[0] > 0
+
+
+@pytest.mark.parametrize(("k_p", "k_d"), [(3, 3), (1, 1), (3, 2)])
+def test_modules_of_a_hybrid_across_the_hand_off(
+    serving: MakeServing, plain: Plain, hybrid: str, k_p: int, k_d: int
+) -> None:  # R32
+    pair = serving(Pair, engine(hybrid, "mtp", k_p), engine(hybrid, "mtp", k_d))
+    alone = serving(Alone, engine(hybrid, "mtp", k_d))
+    assert tokens(pair.serve(ask(PROMPTS, 16))) == tokens(alone.serve(ask(PROMPTS, 16))) == plain(hybrid, PROMPTS, 16)
+    if k_d > 1:
+        assert accepted(pair) == accepted(alone)
+
+
+@pytest.mark.parametrize("draft", ["byte-mtp", "windowed"])
+def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed: str, draft: str) -> None:  # R7
+    """The target itself as draft: all stands. One with other layers: not all. Its KV goes along."""
+    model = windowed if draft == "windowed" else byte_mtp
+    settings = engine(byte_mtp, "draft_model", 3, spec_model=model)
+    pair, alone = serving(Pair, settings, settings), serving(Alone, settings)
+    expected = plain(byte_mtp, PROMPTS, 16)
+    assert tokens(pair.serve(ask(PROMPTS, 16))) == tokens(alone.serve(ask(PROMPTS, 16))) == expected
+    assert (accepted(pair).rate == 1.0) == (accepted(alone).rate == 1.0) == (draft == "byte-mtp")
+    assert accepted(pair).rate > 0.2
+
+
+@pytest.mark.process
+def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) -> None:  # R23
+    """The modules are on the last stage, and decode finds them by name."""
+    prefill, decode = engine(byte_mtp, "mtp", 3, pp=2), engine(byte_mtp, "mtp", 3)
+    pair, alone = serving(Pair, prefill, decode, transport="nixl"), serving(Alone, decode)
+    served = pair.serve(ask(PROMPTS))
+    assert tokens(served) == tokens(alone.serve(ask(PROMPTS))) == plain(byte_mtp, PROMPTS)
+    assert accepted(pair) == accepted(alone)
+    handed = [one.last.account.handed_over for one in served if one.last and one.last.account]
+    assert handed == [max(0, len(prompt) - 3) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("method", "draft"), [("mtp", None), ("draft_model", "byte-mtp")])
+def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
+    serving: MakeServing, plain: Plain, byte_mtp: str, method: str, draft: str | None
+) -> None:
+    """R3: refused, and computed again; or, with cold_start, handed over whole, and drafts begin behind the prompt."""
+    changes = {"spec_model": draft} if draft else {}
+    expected = plain(byte_mtp, PROMPTS, 24)
+    pair = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, spec_cold_start=True, **changes))
+    served = pair.serve(ask(PROMPTS, 24))
+    assert tokens(served) == expected
+    assert all(one.last and one.last.account and one.last.account.recomputed == 0 for one in served)
+    assert accepted(pair).rate > 0.3
+    refused = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, **changes)).serve(ask(PROMPTS[-1:], 24))
+    assert tokens(refused) == expected[-1:]
+    assert refused[0].last is not None
+    assert refused[0].last.account is not None
+    assert refused[0].last.account.handed_over == 0
+    assert "speculation.method" in refused[0].last.account.why
+
+
+def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    directory = find_model("byte-mtp")
+    config = engine("byte-mtp")
+    assert config.speculation is None
+    from kvferry.engines.mini.models import read_config
+
+    target = read_config(directory)
+    with pytest.raises(ConfigError, match="no MTP modules"):
+        tiny = make_tiny_model(tmp_path / "tiny")
+        open_drafter(SpeculationSettings(method="mtp", num_speculative_tokens=1), tiny, target)
+    with pytest.raises(ConfigError, match=r"vocabulary of 320 and the target one of 256"):
+        other = SpeculationSettings(method="draft_model", num_speculative_tokens=1, model=str(tiny))
+        open_drafter(other, directory, target)
+    with pytest.raises(UnknownModel, match="speculators_model_type"):
+        open_drafter(SpeculationSettings(method="eagle3", num_speculative_tokens=1, model=str(tiny)), directory, target)
+    with pytest.raises(ConfigError, match="is no JSON object"):
+        SpeculationSettings.from_json("mtp")
+    with pytest.raises(ConfigError, match="has no key 'depth'"):
+        SpeculationSettings.from_json('{"method": "mtp", "num_speculative_tokens": 3, "depth": 1}')
+    with pytest.raises(ConfigError, match="takes no model"):
+        SpeculationSettings(method="mtp", num_speculative_tokens=1, model="x")
+    with pytest.raises(ConfigError, match="from 0 to 32"):
+        SpeculationSettings.from_json('{"method": "ngram", "num_speculative_tokens": 99}')
