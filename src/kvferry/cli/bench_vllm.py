@@ -146,13 +146,19 @@ def _ttft(fleet: Fleet, name: str, way: str, prompts: Sequence[int], repeats: in
     dice = random.Random(7)
     for num_tokens in prompts:
         samples: dict[str, list[Sample]] = {connector: [] for connector in fleet.pairs}
+        cpu_s = dict.fromkeys(fleet.pairs, 0.0)
         for turn in range(repeats + 1):
             order = list(fleet.pairs) if turn % 2 else list(reversed(fleet.pairs))
             for connector in order:
+                before_s = sum(one.cpu_s() for one in fleet.pairs[connector])
                 sample = hand_over(fleet, connector, prompt_of(dice, num_tokens), way)
                 if turn:  # the first of each length is for caches and allocators
                     samples[connector].append(sample)
-        yield from _ttft_rows(name, way, num_tokens, samples, "")
+                    cpu_s[connector] += sum(one.cpu_s() for one in fleet.pairs[connector]) - before_s
+        for row in _ttft_rows(name, way, num_tokens, samples, ""):
+            cpu_ms = {connector: 1e3 * used_s / repeats for connector, used_s in cpu_s.items()}
+            mine = cpu_ms[row["connector"]]
+            yield row | {"cpu_ms": round(mine, 1), "cpu_ratio": _ratio(mine, cpu_ms.get("builtin"))}
 
 
 def _ttft_rows(name: str, way: str, num_tokens: int, samples: dict[str, list[Sample]], suffix: str) -> Iterator[Row]:
