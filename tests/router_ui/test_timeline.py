@@ -94,6 +94,18 @@ def test_a_clock_that_is_off_never_puts_a_stage_outside_its_request() -> None:
     assert [(one.begin_s, one.end_s) for one in spans] == [(10.002, 10.060)]
 
 
+def test_a_request_itself_narrows_the_offset() -> None:
+    line = told(PUSH).find("r1")
+    assert line is not None
+    # The clock is 20 ms off, as far as the exchange tells 30 ms either way; the request leaves room for 6 ms.
+    honest = part("p0", 0.0, ("queue", 10.004, 10.010), ("prefill", 10.010, 10.056))
+    off = WorkerPart("p0", honest.report, offset_s=-0.020, error_s=0.030)
+    spans = {one.name: one for one in spans_of(line, [off])}
+    assert spans["queue"].error_s == pytest.approx(0.006)
+    assert abs(spans["queue"].begin_s - 10.004) <= spans["queue"].error_s + 1e-9
+    assert spans["prefill"].end_s <= 10.060
+
+
 def test_the_same_id_sent_again_later_is_another_request() -> None:
     line = told(PUSH).find("r1")
     assert line is not None

@@ -90,6 +90,7 @@ class Router:
         self._releases = Releases(self._upstream, settings.release_timeout_s)
         self._meetings = Meetings(self.fleet, self._upstream)
         self.fleet.on_up.append(self._meetings.on_up)
+        self.fleet.on_gone.append(lambda worker: self._metrics.forget(worker.name, worker.url))
         self._file = FleetFile(files.fleet, self.fleet) if files.fleet is not None else None
         self._registrations = Registrations(self.fleet, settings)
         self.shared = Dispatcher(

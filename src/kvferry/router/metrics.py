@@ -50,7 +50,7 @@ class RouterMetrics:
         self._waiting = gauge("waiting", "Requests that wait for room on decode")
         self._alarm = gauge("decode_only_alarm", "1: the fleet serves decode-only, and nobody chose that")
         self._threshold = gauge("local_below_tokens", "Prompts with fewer uncached tokens are computed by decode")
-        self._children: dict[tuple[object, ...], Counter] = {}
+        self._children: dict[tuple[Counter, *tuple[str, ...]], Counter] = {}
 
     def on_end(self, endpoint: str, status: int) -> None:
         """A request ended; 499: its client hung up."""
@@ -64,7 +64,7 @@ class RouterMetrics:
 
     def on_failure(self, worker: str, stage: str) -> None:
         """An attempt failed."""
-        self._failures.labels(worker, stage).inc()
+        self._child(self._failures, worker, stage).inc()
 
     def on_prefill(self, after_s: float) -> None:
         """Prefill answered."""
@@ -99,6 +99,12 @@ class RouterMetrics:
         if child is None:
             child = self._children[key] = counter.labels(*labels)
         return child
+
+    def forget(self, name: str, url: str) -> None:
+        """A worker has left the fleet: its series go, or a fleet that comes and goes would fill the memory."""
+        for key in [key for key in self._children if name in key[1:] or url in key[1:]]:
+            del self._children[key]
+            key[0].remove(*key[1:])
 
     def text(self, fleet: Fleet, *, now_s: float, num_waiting: int, alarm: bool, local_below: int) -> bytes:
         """The exposition format. `now_s`: monotonic."""

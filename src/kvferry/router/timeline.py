@@ -182,11 +182,25 @@ def _request(lane: str, begun: Event, end_s: float, failed: str) -> Span:
 
 def _inside(asked: Span, part: WorkerPart) -> list[Span]:
     """A worker's stages in the router's clock. They cannot have been before the question or after the answer."""
+    offset_s, error_s = _bounded(asked, part)
 
     def here(at_s: float) -> float:
-        return min(max(at_s - part.offset_s, asked.begin_s), asked.end_s)
+        return min(max(at_s - offset_s, asked.begin_s), asked.end_s)
 
     return [
-        Span(asked.lane, one.name, here(one.begin_s), here(one.end_s), part.engine, asked.name, error_s=part.error_s)
+        Span(asked.lane, one.name, here(one.begin_s), here(one.end_s), part.engine, asked.name, error_s=error_s)
         for one in part.report.stages
+        if (asked.lane, one.name) != ("prefill", "decode")  # its first token is its last
     ]
+
+
+def _bounded(asked: Span, part: WorkerPart) -> tuple[float, float]:
+    """The offset and its error, narrowed by what this request itself says: cause comes before effect."""
+    report = part.report
+    last_s = max((one.end_s for one in report.stages), default=report.received_s)
+    least = max(last_s - asked.end_s, part.offset_s - part.error_s)
+    most = min(report.received_s - asked.begin_s, part.offset_s + part.error_s)
+    if least > most:
+        return part.offset_s, part.error_s
+    offset_s = min(max(part.offset_s, least), most)
+    return offset_s, max(offset_s - least, most - offset_s)

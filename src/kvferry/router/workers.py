@@ -70,6 +70,8 @@ class Fleet:
         self._changed = asyncio.Event()
         self.on_up: list[Callable[[Worker], None]] = []
         """Called when a worker is up for the first time, again, or as a new process. Must not block."""
+        self.on_gone: list[Callable[[Worker], None]] = []
+        """Called when a worker leaves the fleet. Must not block."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -127,6 +129,8 @@ class Fleet:
         if task is not None:
             task.cancel()
         logger.info("worker removed url=%s cause=%s", worker.url, reason)
+        for told in self.on_gone:
+            told(worker)
         self.notify()
 
     # ---- how it is ----

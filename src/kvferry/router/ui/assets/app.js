@@ -206,12 +206,14 @@ function updateWorker(table, worker) {
   load.firstChild.style.width = Math.round(100 * Math.min(1, Math.max(0, used))) + "%";
   node.setAttribute("aria-label", `${worker.wanted} ${nameOf(worker)}: ${worker.usable ? "in use" : worker.why}, ${worker.load} requests open`);
 }
+// In push mode decode counts from its registration: prefill's own time is in it, and the wire was faster than that.
+const bandwidth = (pair, decode) => (decode.mode === "push" ? "≥ " : "") + bytes(pair.bytes_per_s) + "/s";
 function updateCell(cell, pair, prefill, decode, most) {
   const [fit, icon, why] = fitOf(pair, prefill, decode);
   const [word, main, small, share] = cell.children;
   setData(cell, "fit", fit);
   if (cell.dataset.word !== fit) { cell.dataset.word = fit; word.replaceChildren(icon, make("span", { class: "word", text: " " + FIT_WORDS[fit] })); }
-  const rate = pair.bytes_per_s ? bytes(pair.bytes_per_s) + "/s" : pair.landed ? count(pair.landed) + " handed over" : fit === "yes" ? "no traffic yet" : "";
+  const rate = pair.bytes_per_s ? bandwidth(pair, decode) : pair.landed ? count(pair.landed) + " handed over" : fit === "yes" ? "no traffic yet" : "";
   setText(main, fit === "no" || fit === "down" ? "" : rate);
   const told = `${count(pair.landed)} landed · ${count(pair.failed)} failed` + (pair.open ? ` · ${count(pair.open)} in flight` : "");
   setText(small, why || told);
@@ -260,11 +262,12 @@ function pairDetail() {
   const pair = state.last.pairs.find((one) => one.prefill_url + " " + one.decode_url === state.selected.id);
   if (!pair) return null;
   const worker = (wanted, url) => state.last.workers.find((one) => one.wanted === wanted && one.url === url);
-  const [fit, icon, why] = fitOf(pair, worker("prefill", pair.prefill_url), worker("decode", pair.decode_url));
+  const decode = worker("decode", pair.decode_url);
+  const [fit, icon, why] = fitOf(pair, worker("prefill", pair.prefill_url), decode);
   return [
     make("h3", { text: `${icon} ${pair.prefill} → ${pair.decode}: ${FIT_WORDS[fit]}` }),
     facts([["landed", count(pair.landed)], ["failed", count(pair.failed)], ["in flight", count(pair.open)], ["tokens handed over", count(pair.handed_over_tokens)],
-      ["bytes", bytes(pair.bytes)], ["bandwidth", pair.bytes_per_s ? bytes(pair.bytes_per_s) + "/s" : "–"], ["breaker", pair.breaker]]),
+      ["bytes", bytes(pair.bytes)], [decode.mode === "push" ? "bandwidth, prefill's time included" : "bandwidth", pair.bytes_per_s ? bandwidth(pair, decode) : "–"], ["breaker", pair.breaker]]),
     ...(why ? [make("pre", { text: why })] : []),
     ...(pair.last_why ? [make("pre", { text: "Last failure: " + pair.last_why })] : []),
   ];
