@@ -42,6 +42,7 @@ THIRD_PARTY_HOMES = {
     "nixl": {"transport", "cli"},
     "mooncake": {"transport"},
     "aiohttp": {"engines", "router", "cli", "http"},
+    "httptools": {"router"},
     "prometheus_client": {"engines", "router"},
     "opentelemetry": {"router"},
     "safetensors": {"engines", "handshake"},
