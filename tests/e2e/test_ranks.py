@@ -3,9 +3,10 @@
 The tokens of one engine of one rank, in this process, are the reference.
 """
 
+import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
 LENGTHS = (5, 17, 64, 150)
 FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--max-batch-tokens", "64", "--no-prefix-caching",
          "--verify", "all", "--lease-ttl", "3", "--lease-renew-every", "0.5", "--quarantine", "1")  # fmt: skip
-SHAPES = {"pull": (("--tp", "2", "--pp", "2"), ("--pp", "2")), "push": (("--pp", "2"), ("--tp", "3"))}
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,29 @@ def alone(model: Path) -> dict[int, list[int]]:
     return {int(name): tokens_of(outputs) for name, outputs in finish(engine).items()}
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
-def fleet(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+@contextlib.contextmanager
+def _pair(directory: Path, model: Path, mode: str, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[Fleet]:
     """Prefill and decode of unequal shapes, and a router. Leaving it proves that nothing of it is left."""
-    prefill, decode = SHAPES[request.param]
-    with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, model=str(model), mode=request.param) as fleet:
+    with Fleet(directory, *FLAGS, model=str(model), mode=mode) as fleet:
         both = [fleet.worker("p", *prefill, role="prefill"), fleet.worker("d", *decode, role="decode")]
         for process in both:
             process.wait_ready()
         fleet.route(prefill=both[:1], decode=both[1:])
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def pull(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Four ranks to two stages; ranks that die are started anew."""
+    with _pair(tmp_path_factory.mktemp("pull"), model, "pull", ("--tp", "2", "--pp", "2"), ("--pp", "2")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def push(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two stages to three ranks, two of which share a KV head; decode ends with its ranks."""
+    decode = ("--tp", "3", "--on-rank-death", "exit")
+    with _pair(tmp_path_factory.mktemp("push"), model, "push", ("--pp", "2"), decode) as fleet:
         yield fleet
 
 
@@ -68,7 +82,11 @@ def _handed_over(answer: Answer, length: int) -> str:
     return ""
 
 
-def test_unequal_ranks_hand_over_every_token(fleet: Fleet, alone: dict[int, list[int]]) -> None:  # R22, R23, R36
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_unequal_ranks_hand_over_every_token(
+    mode: str, alone: dict[int, list[int]], request: pytest.FixtureRequest
+) -> None:  # R22, R23, R36
+    fleet: Fleet = request.getfixturevalue(mode)
     with ThreadPoolExecutor(len(LENGTHS)) as pool:
         answers = dict(zip(LENGTHS, pool.map(lambda length: _ask(fleet, length), LENGTHS), strict=True))
     for length, answer in answers.items():
@@ -82,9 +100,10 @@ def test_unequal_ranks_hand_over_every_token(fleet: Fleet, alone: dict[int, list
 
 
 @pytest.mark.parametrize("side", ["p", "d"])
-def test_a_rank_that_is_killed(side: str, fleet: Fleet, alone: dict[int, list[int]]) -> None:  # R26, R29
+def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int]]) -> None:  # R26, R29
     """What is open in its engine ends with an error, or is computed elsewhere; nobody hangs; then all is as before."""
-    worker, length = fleet.workers[side], LENGTHS[-1]
+    fleet, length = pull, LENGTHS[-1]
+    worker = fleet.workers[side]
     before = worker.describe()
     decode = fleet.workers["d"]
 
@@ -114,17 +133,23 @@ def _revived(worker: Process, before: dict[str, Any]) -> dict[str, Any] | None:
     return told if told.get("incarnation", before["incarnation"]) != before["incarnation"] else None
 
 
-def test_ranks_end_with_their_engines_process(fleet: Fleet) -> None:
+def test_ranks_end_with_their_engines_process(pull: Fleet) -> None:
     """SIGKILL: nobody is left who could tell them."""
-    worker = fleet.workers["d"]
+    worker = pull.workers["d"]
     worker.kill()
     eventually("nothing of it is left", lambda: not worker.leftovers(), within_s=20)
 
 
-def test_a_worker_may_end_with_its_ranks(model: Path, tmp_path: Path) -> None:
-    with Fleet(tmp_path, *FLAGS, model=str(model)) as fleet:
-        worker = fleet.worker("w", "--tp", "2", "--on-rank-death", "exit", role="both").wait_ready()
-        os.kill(worker.describe()["ranks"][0]["pid"], signal.SIGKILL)
-        assert worker.wait_ended(20) == 1
-        assert "rank 0 was killed by signal 9. Start the worker again." in worker.tail()
-        assert not worker.leftovers()
+def test_a_worker_may_end_with_its_ranks(push: Fleet) -> None:
+    worker = push.workers["d"]
+    os.kill(worker.describe()["ranks"][0]["pid"], signal.SIGKILL)
+    assert worker.wait_ended(20) == 1
+    assert "rank 0 was killed by signal 9. Start the worker again." in worker.tail()
+    assert not worker.leftovers()
+
+
+def test_a_worker_of_many_ranks_drains(push: Fleet) -> None:
+    worker = push.workers["p"]
+    assert worker.stop(within_s=25) == 0
+    assert worker.logged("drained after_s"), worker.tail()
+    assert not worker.leftovers()
