@@ -63,13 +63,27 @@ def well_again(lab: Lab, pair: Pair, way: str = "pull") -> None:
     hand_over(lab, pair, lab.prompt(200), way)
 
 
+_warm: set[int] = set()
+
+
+def pair_of(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
+    """A warm pair. Its times are made for a machine that does other things as well."""
+    extra = {"lease.ttl_s": 30.0, "lease.renew_every_s": 2.0, "transfer.deadline_s": 25.0}
+    pair = lab.pair(mode, {"extra": extra} | prefill, {"extra": extra} | decode)
+    for server in pair.both:
+        if id(server) not in _warm:
+            _warm.add(id(server))
+            assert alone(server, lab.prompt(200), 4, 240.0).ok, "a first request takes its time"
+    return pair
+
+
 HYBRID: dict[str, Any] = {"kind": "gemma", "policy": "recompute"}
 
 
 def hybrid_pull(lab: Lab) -> Pair:
     """Windows and full attention; blocks of 64 on prefill, 128 on decode; two chunks a long prompt."""
     chunked = ("--max-num-batched-tokens", "512")
-    return lab.pair("pull", HYBRID | {"block_tokens": 64, "flags": chunked}, HYBRID | {"block_tokens": 128})
+    return pair_of(lab, "pull", HYBRID | {"block_tokens": 64, "flags": chunked}, HYBRID | {"block_tokens": 128})
 
 
 def test_a_hybrid_model_between_blocks_of_64_and_128(lab: Lab) -> None:  # R23 R36
@@ -100,7 +114,7 @@ def test_metrics_and_one_debug_line(lab: Lab) -> None:
     assert pair.decode.metric("kvferry_handoffs_landed_total") == landed + 1
     assert pair.decode.metric("kvferry_handoff_bytes_total") > 0
     assert pair.decode.metric("kvferry_verified_cells_total") > 0
-    assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 15.0) >= 0, "blocks came back (R25)"
+    assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0, "blocks came back (R25)"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +132,7 @@ def test_rubbish_from_a_client_costs_nothing(lab: Lab, params: dict[str, Any]) -
 
     pair = hybrid_pull(lab)
     for server in pair.both:
-        answer = ask(server, lab.prompt(50), max_tokens=4, params=params, timeout_s=60.0)
+        answer = ask(server, lab.prompt(50), max_tokens=4, params=params, timeout_s=100.0)
         assert answer.ok, answer.error
     well_again(lab, pair)
 
@@ -127,10 +141,10 @@ def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
     from tests.vllm.servers import ask
 
     pair = hybrid_pull(lab)
-    told = ask(pair.prefill, lab.prompt(700), max_tokens=1, params={"do_remote_decode": True}, timeout_s=60.0)
+    told = ask(pair.prefill, lab.prompt(700), max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
     ask(pair.decode, lab.prompt(700), max_tokens=400, params=told.params, timeout_s=0.3)
-    assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 30.0) >= 0
-    assert poll_until(lambda: pair.decode.metric("vllm:kv_cache_usage_perc") == 0, 30.0) >= 0
+    assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0
+    assert poll_until(lambda: pair.decode.metric("vllm:kv_cache_usage_perc") == 0, 60.0) >= 0
     well_again(lab, pair)
 
 
@@ -139,20 +153,21 @@ def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # 
 
     pair = hybrid_pull(lab)
     prompt = lab.prompt(300)
-    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=60.0)
+    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
     wanted = alone(pair.prefill, prompt, 8)
     pair.prefill.kill()
-    answer = ask(pair.decode, prompt, max_tokens=8, params=told.params, timeout_s=60.0)
+    answer = ask(pair.decode, prompt, max_tokens=8, params=told.params, timeout_s=100.0)
     assert answer.ok, answer.error
     assert answer.tokens == wanted.tokens
     assert pair.decode.healthy()
     lab.restart(pair.prefill)
+    assert alone(pair.prefill, lab.prompt(200), 4, 240.0).ok
     well_again(lab, pair)
 
 
 def push_pair(lab: Lab) -> Pair:
     """Plain attention, push, and the policy to fail."""
-    return lab.pair("push", {"policy": "fail"}, {"policy": "fail"})
+    return pair_of(lab, "push", {"policy": "fail"}, {"policy": "fail"})
 
 
 @pytest.mark.parametrize("way", ["push-after", "push-first"])
@@ -168,10 +183,10 @@ def test_push_and_nobody_prefills(lab: Lab) -> None:  # R29: no request hangs
     pair = push_pair(lab)
     params = {"do_remote_prefill": True, "transfer_id": "nobody-prefills", "remote_engine_id": pair.prefill.spec.name,
               "remote_host": "127.0.0.1", "remote_port": pair.prefill.side_port}  # fmt: skip
-    answer = ask(pair.decode, lab.prompt(300), max_tokens=4, params=params, timeout_s=60.0)
+    answer = ask(pair.decode, lab.prompt(300), max_tokens=4, params=params, timeout_s=100.0)
     assert answer.status == 500
     assert "has not ended" in pair.new_log(pair.decode)
-    assert poll_until(lambda: pair.decode.metric("vllm:kv_cache_usage_perc") == 0, 30.0) >= 0
+    assert poll_until(lambda: pair.decode.metric("vllm:kv_cache_usage_perc") == 0, 60.0) >= 0
     well_again(lab, pair, "push-first")
 
 
@@ -199,7 +214,7 @@ SHAPES: list[Any] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "prefill", "decode"), SHAPES)
 def test_every_shape(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> None:  # R23 R36
-    pair = lab.pair(mode, {"policy": "fail"} | prefill, {"policy": "fail"} | decode)
+    pair = pair_of(lab, mode, {"policy": "fail"} | prefill, {"policy": "fail"} | decode)
     for length in (3, 129, 700):
         hand_over(lab, pair, lab.prompt(length), "pull" if mode == "pull" else "push-after")
     if mode == "push":
@@ -212,12 +227,12 @@ def test_tiles_of_two_sizes_are_refused_with_the_reason(lab: Lab) -> None:  # R1
     from tests.vllm.servers import ask
 
     bf16 = {"dtype": "bfloat16", "policy": "fail"}
-    pair = lab.pair("pull", bf16 | {"block_tokens": 64}, bf16 | {"block_tokens": 128})
+    pair = pair_of(lab, "pull", bf16 | {"block_tokens": 64}, bf16 | {"block_tokens": 128})
     if "packings=none" in pair.decode.log():
         pytest.skip("this CPU has no packing that cannot be cut")
     prompt = lab.prompt(300)
-    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=60.0)
-    answer = ask(pair.decode, prompt, max_tokens=4, params=told.params, timeout_s=60.0)
+    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
+    answer = ask(pair.decode, prompt, max_tokens=4, params=told.params, timeout_s=100.0)
     assert answer.status == 500
     assert "kv.packings" in pair.new_log(pair.decode)
     assert pair.decode.healthy()

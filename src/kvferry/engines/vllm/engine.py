@@ -81,7 +81,11 @@ def start_engine(
     ]
     forms = group_forms(cache_config, kernel_tokens)
     mail: deque[Introduce | Depart] = deque()
-    rendezvous = Rendezvous(ferry.side_channel, mail.append, mail.append, name=engine_id)
+    side_channel = ferry.side_channel
+    if side_channel.port:
+        # Data-parallel engines of one server are configured alike, and each listens on a port of its own.
+        side_channel = replace(side_channel, port=side_channel.port + int(parallel.data_parallel_index))
+    rendezvous = Rendezvous(side_channel, mail.append, mail.append, name=engine_id)
     try:
         identity = EngineIdentity(engine_id, incarnation, rendezvous.host, rendezvous.port, tp_size=tp, pp_size=pp)
         hello = Hello(
