@@ -173,3 +173,15 @@ def test_a_question_that_timed_out_while_nobody_looked_does_not_cost_the_next_re
     p = world.end("p", "p2", Role.PREFILL, port=port)
     assert d.view(p, P).status is not PeerStatus.REFUSED, "the new incarnation is asked at once"
     assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
+
+
+def test_an_engine_whose_ranks_were_started_anew_is_met_again_at_its_old_address(world: World) -> None:
+    """I6: another incarnation, the same sockets. It has forgotten everybody, and is introduced to everybody anew."""
+    p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
+    d.meet(p, P)
+    p.incarnation = Incarnation("p2")
+    p.rendezvous.restart(side("p", "p2", Role.PREFILL))
+    assert p.rendezvous.peers() == ()
+    assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
+    assert d.told == ["+p1", "-p1", "+p2"]
+    assert p.told == ["+d1", "+d1"], "the old worker halves, then the new ones"

@@ -221,6 +221,31 @@ def test_without_a_revival_the_step_says_which_rank_died(tmp_path: Path, make_ra
         finish(engine)
 
 
+def test_a_rank_that_fails_says_how(tmp_path: Path, make_ranked: Any) -> None:
+    engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2))
+    beyond = ShareInput((1 << 20,), 0, 1, (BlockTable(0, 0, (1,)),), 1)
+    engine.executor.submit(StepInput((beyond,)), StepOrders())
+    with pytest.raises(RanksLost, match=r"rank [01]: IndexError: index out of range"):
+        engine.executor.collect()
+
+
+def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, make_ranked: Any) -> None:
+    """A request that ended in that step ended well, and its client hears it."""
+    engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2), revives=True)
+    engine.add(ask("ends", prompt_of(20), max_tokens=1))
+    engine.add(ask("open", prompt_of(20), max_tokens=100))
+    reports = engine.executor.reports
+
+    def die_first() -> Any:
+        os.kill(engine.executor.pids[0], signal.SIGKILL)
+        eventually("it is noticed", lambda: engine.executor.has_news)
+        return reports()
+
+    engine.executor.reports = die_first
+    reasons = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
+    assert reasons == {"ends": FinishReason.LENGTH, "open": FinishReason.ERROR}
+
+
 def test_a_rank_that_stands_still_is_taken_for_dead(tmp_path: Path, make_ranked: Any) -> None:
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2, rank_timeout_s=2))
     stopped = engine.executor.pids[1]
