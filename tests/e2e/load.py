@@ -124,7 +124,7 @@ class Load:
             tally.handed_over += answer.kvferry["handed_over"] > 0
             if answer.kvferry["why"]:
                 tally.whys.append(answer.kvferry["why"])
-            elif not answer.kvferry["handed_over"]:
+            elif not answer.kvferry["handed_over"] + answer.kvferry["cached"]:
                 tally.faults.append("not handed over, and nobody says why: " + said)
             if len(answer.token_ids) != len(question.right):
                 tally.faults.append("truncated: " + said)

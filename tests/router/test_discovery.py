@@ -266,3 +266,15 @@ async def test_pairs_that_fit_meet_before_the_first_request() -> None:
         await until(lambda: len(d.met) == 2)
         assert d.met[1]["incarnation"] == "i2"
     assert (p.asked, d.asked, other.met) == ([], [], [])
+
+
+async def test_the_series_of_a_worker_that_left_are_gone() -> None:
+    p, d = a_prefill(), a_decode()
+    async with fleet(p, d) as (url, router), aiohttp.ClientSession() as session:
+        await post(url, BODY)
+        assert 'decode="d0"' in await (await session.get(f"{url}/metrics")).text()
+        router.fleet.remove(router.fleet.decode[0], "a test")
+        text = await (await session.get(f"{url}/metrics")).text()
+    assert 'decode="d0"' not in text
+    assert d.url not in text
+    assert 'kvferry_router_routes_total{route="pull"} 1.0' in text

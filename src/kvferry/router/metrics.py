@@ -94,7 +94,7 @@ class RouterMetrics:
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
         """Kept: finding one by its labels costs as much as all else that a request counts."""
-        key = (counter, *labels)
+        key: tuple[Counter, *tuple[str, ...]] = (counter, *labels)
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = counter.labels(*labels)
