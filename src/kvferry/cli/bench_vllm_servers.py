@@ -8,6 +8,7 @@ was killed. Knows nothing of vLLM but its command line and its HTTP.
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,6 +37,7 @@ KVFERRY_CLASS, KVFERRY_MODULE = "KVFerryConnector", "kvferry.engines.vllm.connec
 _BUILTIN = {"pull": "NixlConnector", "push": "NixlPushConnector"}
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 _POLL_S = 0.1
+_PORTS = (12000, 32000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +81,16 @@ def base_environment() -> dict[str, str]:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` consecutive ports that nobody listens on now. Another process may still be quicker."""
-    for _ in range(50):
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
+    """The first of `count` consecutive ports that nobody listens on now. Another process may still be quicker.
+
+    Below the range from which the system gives ports to connections: a server binds its ports seconds later.
+    """
+    dice = random.Random()  # two labs side by side must not draw alike
+    for _ in range(200):
+        port = dice.randrange(*_PORTS)
         if all(_is_free(one) for one in range(port, port + count)):
             return port
-    raise FerryError(f"no {count} consecutive ports are free. End what listens on them")
+    raise FerryError(f"no {count} consecutive ports are free in {_PORTS}. End what listens on them")
 
 
 def _is_free(port: int) -> bool:
