@@ -130,6 +130,25 @@ def test_a_state_found_at_a_shorter_prefix_only() -> None:
     assert one(engine, "b", [*prompt(42), 7]).account.cached == 32
 
 
+def test_a_state_that_a_step_is_just_changing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Aborted with its step in flight: what is in the block by now is the state of a later token."""
+    engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200, depth=2)
+    monkeypatch.setattr(engine.scheduler.groups, "snapshot", lambda request, changes: None)
+    for name in ("a", "b"):
+        engine.add(ask(name, prompt(20, ord(name)), max_tokens=40))
+    while True:
+        engine.step()
+        caught = [
+            r for r in engine.scheduler.running if r.in_flight and r.num_computed % 4 == 0 and r.num_computed > 20
+        ]
+        if caught:
+            break
+    tokens = caught[0].tokens
+    engine.abort(caught[0].request_id)
+    finish(engine)
+    one(engine, "again", [*tokens, 1])
+
+
 def test_window_blocks_are_freed_as_the_window_moves() -> None:
     engine = position_engine(layers_of(windows=(9,)), block_tokens=4, max_batch_tokens=8, prefix_caching=False)
     engine.add(ask("r", prompt(400), max_tokens=40))

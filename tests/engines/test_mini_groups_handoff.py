@@ -29,7 +29,8 @@ from kvferry.wire.hello import Hello, RankHello, encode_hello
 from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.params import HandoffParams
 from tests.engines.conftest import ask, tokens_of
-from tests.engines.positions import PositionRanks, answer, layers_of, position_model
+from tests.engines.fake_connector import FakeConnector
+from tests.engines.positions import PositionRanks, answer, layers_of, position_engine, position_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {"full": 2},
@@ -301,3 +302,70 @@ def test_truncation_happens_once(make_pair: MakePair) -> None:  # R33
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.0005)
     assert RequestId("r") not in pair.p.engine._requests
+
+
+def test_a_block_of_which_only_the_windows_end_was_moved_serves_nobody(make_pair: MakePair) -> None:
+    """Prefill has tokens from 25 on, decode's block holds [24, 32): whoever goes on behind 32 needs token 24."""
+    layers = layers_of(full=1, windows=(9,))
+    pair = make_pair(layers, TransferMode.PULL, (5, 8), max_batch_tokens=17)
+    pair.go([prompt(35)])
+    pair.d.engine.add(ask("own", prompt(34), max_tokens=3))
+    done: list[Output] = []
+    while pair.d.engine.has_work():
+        done += pair.d.engine.step()
+    assert tokens_of(done) == answer(prompt(34), 3)
+
+
+def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) -> None:
+    """Aborted while it waits for its KV, behind full blocks of our own at whose end no state is known."""
+    pair = make_pair(layers_of(**SHAPES["mamba"]), TransferMode.PULL, (4, 4))
+    engine = pair.d.engine
+
+    def idle() -> None:
+        deadline_s = time.monotonic() + 20.0
+        while engine.has_work() or engine.stats().held_blocks:
+            engine.step()
+            assert time.monotonic() < deadline_s, engine.stats()
+            threading.Event().wait(0.0005)
+
+    engine.add(ask("own", prompt(45), max_tokens=1))
+    idle()
+    tokens = [*prompt(42), 7, 7, 7]
+    nobody = HandoffParams(
+        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="nobody", remote_engine_id=pair.p.id,
+        remote_incarnation="1", remote_host="h", remote_port=1, remote_num_tokens=44,
+    )  # fmt: skip
+    engine.add(ask("gone", tokens, nobody))
+    engine.step()
+    assert engine.scheduler.waiting_for_kv[RequestId("gone")].num_computed == 40
+    engine.abort(RequestId("gone"))
+    idle()
+    engine.add(ask("next", tokens, max_tokens=3))
+    done: list[Output] = []
+    while not done or done[-1].finish_reason is None:
+        done += [output for output in engine.step() if output.request_id == "next"]
+    assert tokens_of(done) == answer(tokens, 3)
+    assert account_of(done).cached == 32
+
+
+@pytest.mark.parametrize("shape", ["gemma", "mamba"])
+@pytest.mark.parametrize("arrived", [20, 28])
+def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> None:
+    """Windows and states are of use only where they were meant for: nothing behind a shorter prefix."""
+    halves: list[FakeConnector] = []
+
+    def connect(cache: KVCache) -> tuple[FakeConnector, FakeConnector]:
+        halves.append(FakeConnector(cache))
+        return halves[0], halves[0]
+
+    engine = position_engine(layers_of(**SHAPES[shape]), connect, block_tokens=4)
+    handoff = HandoffParams(do_remote_prefill=True, transfer_id="t", remote_num_tokens=30)
+    engine.add(ask("r", prompt(31), handoff, max_tokens=3))
+    engine.step()
+    halves[0].land("r", arrived)
+    done: list[Output] = []
+    while engine.has_work():
+        done += engine.step()
+    assert tokens_of(done) == answer(prompt(31), 3)
+    assert account_of(done).recomputed == 31
+    assert f"prefill handed over {arrived} tokens" in account_of(done).why
