@@ -30,7 +30,7 @@ HANG_S = 30.0
 BLOCKS_S = 25.0
 """How long blocks may take to come back after a case."""
 _NOISE = re.compile(
-    "SSM cache|tcmalloc|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabl|cudagraph|torch_dtype|"
+    "SSM cache|tcmalloc|libiomp|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabl|cudagraph|torch_dtype|"
     "pin_memory|prefix caching|Traceback|chat template|generation_config|sampling parameters|not optimized|"
     "ProcessPool|resource_tracker|unauthenticated|Add 1 |fork|API is experimental|sock.c",
     re.IGNORECASE,
@@ -395,8 +395,8 @@ def run_row(lab: Lab, name: str) -> Seen:
 
 def _look_after(pair: Pair, seen: Seen) -> None:
     lines = told_in_logs(pair)
-    seen.log = [one for one in lines if "ferry" in one.lower()][:3] or lines[:2] + lines[-2:] if lines else []
-    seen.log = list(dict.fromkeys(seen.log))
+    causes = [one for one in lines if re.search(r"cause=|refused|\b\w+Error: ", one)]
+    seen.log = list(dict.fromkeys([*causes[:3], *lines[:1], *lines[-1:]]))[:4]
     health, after, blocks = [], [], []
     for server, who in zip(pair.both, "PD", strict=True):
         well = server.healthy()
@@ -433,7 +433,12 @@ def _cell(one: dict[str, object] | None) -> str:
     told = list(dict.fromkeys(verdicts))
     text = "; then ".join(told)
     if one["client"]:
-        text += f'. Client: "{str(one["client"])[:220]}"'
+        text += f'. Client: "{str(one["client"])[:160]}"'
+    logs = one["log"]
+    assert isinstance(logs, list), "a row has a list of log lines"
+    if logs and ("error" in text or "WRONG" in text or "gave up" in text):
+        cause = re.sub(r"[0-9a-f]{16,}|cmpl-\S+", "...", str(logs[0]))
+        text += f". Log of {cause[:230]}"
     for key in ("health", "next_request", "blocks"):
         bad = [part for part in str(one[key]).split(", ") if part and not part.endswith((" ok", " back"))]
         if bad:
