@@ -23,6 +23,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,20 +92,26 @@ def run(args: argparse.Namespace) -> ExitCode:
     with contextlib.ExitStack() as stack:
         fleet_pid, ports = stack.enter_context(start_fleet())
         routers = [stack.enter_context(running(router, args.rivals.absolute(), ports)) for router in chosen]
-        _share_cores(fleet_pid, [router.pid for router in routers])
+        stack.enter_context(_sharing_cores(fleet_pid, [router.pid for router in routers]))
         samples = asyncio.run(_measure_all(args, routers, ports))
     _tell(args, samples)
     return ExitCode.OK
 
 
-def _share_cores(fleet: int, routers: list[int]) -> None:
+@contextlib.contextmanager
+def _sharing_cores(fleet: int, routers: list[int]) -> Iterator[None]:
     """Routers on one core, client and workers on another. With a single core there is nothing to share out."""
-    cores = sorted(os.sched_getaffinity(0))
+    ours = os.sched_getaffinity(0)
+    cores = sorted(ours)
     if len(cores) > 1:
         for pid in routers:
             pin(pid, {cores[0]})
         for pid in (fleet, os.getpid()):
             pin(pid, {cores[1]})
+    try:
+        yield
+    finally:
+        pin(os.getpid(), ours)
 
 
 async def _measure_all(args: argparse.Namespace, routers: list[Running], ports: dict[str, int]) -> list[Samples]:

@@ -168,7 +168,11 @@ class Pool:
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop), address.host, address.port, ssl=context, happy_eyeballs_delay=0.25
+                    lambda: Connection(loop),
+                    address.host,
+                    address.port,
+                    ssl=context,
+                    happy_eyeballs_delay=address.eyeballs_s,
                 )
         except TimeoutError:
             raise
@@ -236,6 +240,8 @@ class _Address:
     prefix: str
     """Of every path."""
     host_line: bytes
+    eyeballs_s: float | None
+    """RFC 8305, for a name that may have several addresses; its race costs more than the connection itself."""
 
     @classmethod
     def of(cls, url: str) -> "_Address":
@@ -243,4 +249,6 @@ class _Address:
         assert parts.hostname is not None, "addresses of workers are checked where they come from"
         tls = parts.scheme == "https"
         host_line = f"Host: {parts.netloc.rpartition('@')[2]}\r\n".encode()
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"), host_line)
+        is_name = not all(char in "0123456789.:abcdef" for char in parts.hostname)
+        port = parts.port or (443 if tls else 80)
+        return cls(parts.hostname, port, tls, parts.path.rstrip("/"), host_line, 0.25 if is_name else None)
