@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.connector.base import StepOrders, StepReport, WorkerHalf
+from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport, WorkerHalf
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache import KVCache
 from kvferry.engines.mini.families.base import Network
@@ -23,7 +23,6 @@ from kvferry.engines.mini.runner import Runner
 from kvferry.engines.mini.spec.chain import Drafter
 from kvferry.engines.mini.spec.records import DraftInput, DraftOutput
 from kvferry.engines.mini.specs import StepInput
-from kvferry.handoff.orders import Depart, Introduce
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import FerrySettings

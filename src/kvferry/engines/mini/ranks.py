@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.base import StepOrders, StepReport
+from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
 from kvferry.engines.mini.control import (
     Ask,
     Channel,
@@ -49,7 +49,6 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.spec.records import DraftInput, DraftOutput
 from kvferry.engines.mini.specs import StepInput
 from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
-from kvferry.handoff.orders import Depart, Introduce
 from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
 
