@@ -150,25 +150,27 @@ def test_registrations_are_bounded_and_checked() -> None:
 async def test_workers_register_serve_and_leave() -> None:
     p, d = a_prefill(), a_decode()
     async with started(p, d):
-        router = Router([], [], RouterSettings(health_every_s=0.05, registration_lease_s=0.4), open_registration=True)
+        router = Router([], [], RouterSettings(health_every_s=0.05, registration_lease_s=3.0), open_registration=True)
+        leases = router._registrations
         async with routing(router) as url:
             response, _ = await post(url, BODY)
             assert response.status == 503
             both = [Registrar([url], p.url, "prefill", None), Registrar([url], d.url, "decode", None)]
             for registrar in both:
                 await registrar.start()
-            await until(
-                lambda: all(w.why_unusable is None for w in router.fleet.workers) and len(router.fleet.workers) == 2
-            )
+            await until(lambda: [w.why_unusable for w in router.fleet.workers] == [None, None])
             response, _ = await post(url, BODY)
             assert response.headers["x-kvferry-route"] == "pull"
-            await asyncio.sleep(0.6)  # longer than a lease
-            assert len(router.fleet.workers) == 2
+            first_s = min(leases._until_s.values())
+            await until(lambda: min(leases._until_s.values()) > first_s)  # they said so again in time
             await both[0].stop()  # says so
             assert router.fleet.prefill == []
             for task in both[1]._tasks:  # a process that dies says nothing
                 task.cancel()
-            await until(lambda: router.fleet.decode == [])
+            leases.end_leases(max(leases._until_s.values()) - 0.01)
+            assert len(router.fleet.decode) == 1
+            leases.end_leases(max(leases._until_s.values()))
+            assert router.fleet.decode == []
             await both[1].stop()
 
 
