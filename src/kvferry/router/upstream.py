@@ -50,6 +50,7 @@ class Upstream:
         """Close every connection."""
         self._pool.stop()
         self._deadlines.stop()
+        await asyncio.sleep(0)  # transports let go of their sockets in the loop's next turn
         if self._session is not None:
             await self._session.close()
 
