@@ -8,7 +8,7 @@ anything: each line has them beside `plain`, a pass-through of a few lines of ai
 - rps        requests a second on one core: requests by the router's processor time, with --clients clients that send
              one request after the other
 - p50_ms,    added latency at half the rate that the router reached: the percentile of its answers, less that of a
-  p99_ms     client that asks prefill and decode itself, at the same rate
+  p99_ms     client that asks prefill and decode itself, in between
 - chunks_s   events a second on one core, by the router's processor time, with --streams streams of --chunks events that
              come in steps of --step-ms
 - ttft_ms    time to the first event, one request at a time, where prefill takes --prefill-ms and decode's registration
@@ -43,6 +43,8 @@ _PATH = "/v1/completions"
 _NUM_PROMPT_CHARS = 2048
 _NUM_TTFT = 15
 _HOST = "127.0.0.1"
+_DIRECT_SHARE = 0.2
+"""Of the rate of requests through the router."""
 _NUMBERS = ("rps", "p50_ms", "p99_ms", "chunks_s", "ttft_ms", "cpu_us", "wall_rps")
 
 
@@ -175,10 +177,16 @@ class _Turn:
             )
 
     async def _added(self, rate: float) -> tuple[float, float]:
-        through = await open_loop([self._target], [self._request()], rate, self._args.seconds)
+        """Beside each other, so that whatever else the machine does falls on both."""
         ask = self._request(self._prefill, {"do_remote_decode": True})
         take = self._request(self._decode, {"remote_block_ids": [[*range(32)]]})
-        direct = await open_loop([self._prefill, self._decode], [ask, take], rate, self._args.seconds)
+        targets, requests = [self._prefill, self._decode], [ask, take]
+        if self._mode == "push":  # both at once: not slower than decode alone, which is what is compared with
+            targets, requests = targets[1:], requests[1:]
+        through, direct = await asyncio.gather(
+            open_loop([self._target], [self._request()], rate, self._args.seconds),
+            open_loop(targets, requests, rate * _DIRECT_SHARE, self._args.seconds),
+        )
         times = [[1e3 * reply.total_s for reply in replies] for replies in (through, direct)]
         added = [percentile(times[0], percent) - percentile(times[1], percent) for percent in (50, 99)]
         return added[0], added[1]
