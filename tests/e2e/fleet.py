@@ -39,6 +39,8 @@ class Process:
         self.ready: dict[str, Any] = {}
         self.pids: list[int] = []
         self._shared: set[str] = set()
+        self._members: set[int] = set()
+        """Pids of its sessions: itself, and ranks."""
 
     def start(self) -> None:
         """Start it; see `wait_ready`."""
@@ -100,7 +102,7 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         """To this process alone."""
         if self.running:
-            self._note_shared_memory()
+            self.note_shared_memory()
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -159,12 +161,15 @@ class Process:
             busy["blocks_in_use"] = engine["blocks"] - engine["free_blocks"]
         return ", ".join(f"{name}={value:g}" for name, value in busy.items())
 
-    def _note_shared_memory(self) -> None:
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines():
-                path = line.split(maxsplit=5)[-1]
-                if path.startswith("/dev/shm/"):
-                    self._shared.add(path.removesuffix(" (deleted)"))
+    def note_shared_memory(self) -> None:
+        """What it and its children have mapped now must be gone when they are. Before one of them is killed."""
+        self._members.update(_session(self.pid))
+        for pid in self._members:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    path = line.split(maxsplit=5)[-1]
+                    if path.startswith("/dev/shm/"):
+                        self._shared.add(path.removesuffix(" (deleted)"))
 
     def leftovers(self) -> list[str]:
         """What is left of processes that have ended: members of their sessions, shared memory."""
@@ -172,7 +177,7 @@ class Process:
         left += [f"{path} of {self.name}" for path in sorted(self._shared) if Path(path).exists()]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
             fields = line.split()
-            if int(fields[4]) in self.pids:
+            if int(fields[4]) in {*self.pids, *self._members}:
                 left.append(f"System V segment {fields[1]} of {self.name}")
         return left
 

@@ -113,6 +113,7 @@ def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int
     with ThreadPoolExecutor(3) as pool:
         open_ones = [pool.submit(stream, number) for number in range(3)]
         eventually("it decodes", lambda: decode.describe().get("load", {}).get("open_requests") == 3, every_s=0.005)
+        worker.note_shared_memory()
         os.kill(before["ranks"][-1]["pid"], signal.SIGKILL)
         answers = [one.result(90) for one in open_ones]
     # Whoever was not in that engine at the moment is answered.
@@ -142,6 +143,7 @@ def test_ranks_end_with_their_engines_process(pull: Fleet) -> None:
 
 def test_a_worker_may_end_with_its_ranks(push: Fleet) -> None:
     worker = push.workers["d"]
+    worker.note_shared_memory()
     os.kill(worker.describe()["ranks"][0]["pid"], signal.SIGKILL)
     assert worker.wait_ended(20) == 1
     assert "rank 0 was killed by signal 9. Start the worker again." in worker.tail()
