@@ -205,7 +205,7 @@ class StepBatch:
     def _begin(self, index: int, pages: LayerPages) -> int:
         """The first token that matters of a request's past, at the beginning of a block."""
         share = self._shares[index]
-        seen = 0 if pages.window is None else max(0, share.start - pages.window + 1)
+        seen = max(share.base, 0 if pages.window is None else share.start - pages.window + 1)
         block, kept = self._cache.block_tokens, share.tables[pages.group].first_token
         assert kept <= seen, f"a window's tokens from {seen} on are needed, and blocks are kept from {kept} on"
         return kept + (seen - kept) // block * block

@@ -62,6 +62,8 @@ class Placement:
         """Where every byte is, for the connector."""
         tensors = []
         for (layer, name), (part, group, offset) in self.parts.items():
+            if part.private:
+                continue
             element = part.dtype.itemsize
             strides = [element * stride for stride in self.strides(part, group)[1]]
             paged = self.groups[group].kind is not CacheKind.STATE

@@ -107,9 +107,7 @@ class Engine:
         card = self._drafter
         self._speculation: Speculation | None = None
         if card is not None:
-            self._speculation = Speculation(
-                card, executor, max_model_len=self.max_model_len, block_tokens=settings.block_tokens
-            )
+            self._speculation = Speculation(card, executor, max_model_len=self.max_model_len)
         modules = card.speculative.num_modules if card else 0
         self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
         self.scheduler = Scheduler(
@@ -123,6 +121,7 @@ class Engine:
             lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and card else 0,
             tied_tokens=modules,
             slots_ahead=card.num_slots_ahead if card else 0,
+            drafts_cold=card is not None and card.starts_cold,
             connector=connector,
         )
         self._landings = Landings(self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size)

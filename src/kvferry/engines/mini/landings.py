@@ -89,7 +89,7 @@ class Landings:
         for held in request.blocks:
             settled.unclean += held.ids[request.num_computed // size :]
         self._scheduler.run(request)
-        self._scheduler.remember(request)
+        self._scheduler.landed(request)
 
     def _restart(self, request: Request) -> None:
         """Nobody touches its blocks: it gives them up, and computes what is not in the prefix cache."""
@@ -132,7 +132,7 @@ class Landings:
             request.why = self._scheduler.why_tail(request) or (
                 f"prefill handed over all but the last {missing} prompt tokens"
             )
-        self._scheduler.remember(request)
+        self._scheduler.landed(request)
         if request.num_missing == 0:
             settled.adopt.append(request)
 

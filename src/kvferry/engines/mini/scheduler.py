@@ -81,10 +81,12 @@ class Scheduler:
         lookahead: int = 0,
         tied_tokens: int = 0,
         slots_ahead: int = 0,
+        drafts_cold: bool = False,
         connector: SchedulerHalf | None = None,
     ) -> None:
         """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens. `tied_tokens`: on
-        so many tokens behind a block its content depends. `slots_ahead`: a drafter writes so far behind the tokens."""
+        so many tokens behind a block its content depends. `slots_ahead`: a drafter writes so far behind the tokens.
+        `drafts_cold`: what another engine hands over has nothing for our drafter."""
         self.blocks = blocks
         self.groups = Groups(
             specs,
@@ -104,6 +106,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._tied = tied_tokens
         self._slots_ahead = slots_ahead
+        self._drafts_cold = drafts_cold
         self._connector = connector
 
     def enter(self, request: Request) -> None:
@@ -178,6 +181,8 @@ class Scheduler:
         block wherever it is cut anyway."""
         if not (self.groups.has_state and self._prefix_caching) or request.num_missing <= 1:
             return stop
+        if request.num_computed >= request.num_prompt_tokens:
+            return stop  # part of an answer, computed again behind a draft that fell
         last = (request.goal - (0 if request.num_left else 1)) // self.block_tokens * self.block_tokens
         if request.num_computed < last < stop:
             return last
@@ -214,8 +219,14 @@ class Scheduler:
                 self.blocks.free(held.ids)
         else:
             self.blocks.hold(transfer, request.block_ids)
-        request.blocks, request.drafts = [], ()
+        request.blocks, request.drafts, request.cold_from = [], (), 0
         request.num_computed = request.num_remembered = request.state_tokens = 0
+
+    def landed(self, request: Request) -> None:
+        """Tokens before `num_computed` came from another engine."""
+        if self._drafts_cold:
+            request.cold_from = -(-request.num_computed // self.block_tokens) * self.block_tokens
+        self.remember(request)
 
     def remember(self, request: Request) -> None:
         """Whole blocks that are computed, or have landed, may serve other requests from now on."""

@@ -40,6 +40,8 @@ class CachePart:
     axes: tuple[tuple[str, int, int, int], ...] = ()
     """Of each: its name, its extent over all ranks, and the range [start, stop) of it that this rank holds."""
     token_axis: int | None = None
+    private: bool = False
+    """Not told to peers: nobody reads or writes it but we."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -117,6 +119,8 @@ class ShareInput:
     """Wanted are the logits behind each of so many last tokens."""
     key: str = ""
     """Of the request, for a drafter that keeps something of it from step to step; another one after each new start."""
+    base: int = 0
+    """Tokens before it, the first of a block, are not looked at: a drafter's cache may begin behind the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

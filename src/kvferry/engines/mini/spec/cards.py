@@ -60,8 +60,22 @@ class DrafterCard:
             return 0
         return max(0, count if method == "draft_model" else count - self.speculative.num_modules)
 
+    @property
+    def starts_cold(self) -> bool:
+        """On decode: its cache of a prompt that was handed over is empty."""
+        return self.config is not None and self.speculative.settings.cold_start
+
     def caches(self, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-        """What its layers keep on one rank: on the last stage, under names of their own (issue 7.3)."""
+        """What its layers keep on one rank: on the last stage, under names of their own, by which they are handed over;
+        of a drafter that starts cold, nothing is told to peers."""
+        layers = self._caches(shard, kv)
+        if not self.starts_cold:
+            return layers
+        return tuple(
+            replace(layer, parts=tuple(replace(part, private=True) for part in layer.parts)) for layer in layers
+        )
+
+    def _caches(self, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
         if self.config is None or not shard.is_last:
             return ()
         alone = replace(shard, pp_rank=0, pp_size=1)

@@ -166,8 +166,8 @@ class ChainDrafter:
         known = share.first + len(share.tokens) - 1
         state.waiting[0] = state.waiting[0][: max(0, share.num_computed - state.final[0])]
         num_drafts = min(share.num_drafts, self._max_positions - 1 - known)
-        if share.num_computed != known or share.num_computed <= share.base:
-            num_drafts = 0  # nothing can be drafted in the middle of a prompt, nor before there is anything to read
+        if share.num_computed != known or not len(state.waiting[0]):
+            num_drafts = 0  # nothing can be drafted in the middle of a prompt, nor without a new hidden state
         return _Job(share, state, known, max(0, num_drafts), state.waiting[0], share.num_computed)
 
     def _pass(self, i: int, jobs: Sequence[_Job]) -> None:
@@ -225,7 +225,8 @@ class ChainDrafter:
             job, begin, end = jobs[n], begins[n], begins[n] + counts[n]
             ids = tuple(job.token(slot + 1 + i) for slot in range(begin, end))
             tokens += ids
-            shares.append(ShareInput(token_ids=ids, start=begin, stop=end, tables=job.share.tables, num_logits=0))
+            tables, base = job.share.tables, job.share.base
+            shares.append(ShareInput(token_ids=ids, start=begin, stop=end, tables=tables, num_logits=0, base=base))
         before = torch.cat([jobs[n].source[: counts[n]] for n in order])
         out = self._modules[i].run(torch.tensor(tokens, device=self._device), before, self._make_batch(shares))
         for n, rows in zip(order, torch.split(out, [counts[n] for n in order]), strict=True):

@@ -28,7 +28,7 @@ class DraftShare:
     num_drafts: int
     """0: bring the cache up to date, and draft nothing. More only where num_computed is all but the last token."""
     base: int = 0
-    """A chain's cache begins here: a cold start. Its slots before are never read."""
+    """A chain's cache begins here, at the first token of a block: a cold start. Its slots before are never read."""
     cold: bool = False
     """A draft model's cache of the prompt is empty: `first` is 0, and it computes all of it."""
 

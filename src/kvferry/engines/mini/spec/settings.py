@@ -136,8 +136,10 @@ class SpeculativeConfig:
 
     @property
     def handoff_lookahead(self) -> int:
-        """The same for a hand-off; 0 with the switch that is unsafe."""
-        return 0 if self.settings.unsafe_without_backoff else self.num_prefill_lookahead_tokens
+        """The same for a hand-off: 0 where none of the drafter's slots is handed over, and with the unsafe switch."""
+        if self.settings.unsafe_without_backoff or self.settings.cold_start:
+            return 0
+        return self.num_prefill_lookahead_tokens
 
     @property
     def num_tied_tokens(self) -> int:

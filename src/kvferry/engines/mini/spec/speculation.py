@@ -36,11 +36,10 @@ class Note:
 class Speculation:
     """Of one engine, for as long as its ranks live."""
 
-    def __init__(self, card: DrafterCard, executor: Executor, *, max_model_len: int, block_tokens: int) -> None:
+    def __init__(self, card: DrafterCard, executor: Executor, *, max_model_len: int) -> None:
         self.card = card
         self._executor = executor
         self._max_model_len = max_model_len
-        self._block_tokens = block_tokens
         self._counter = AcceptanceCounter()
         self._keys: dict[RequestId, str] = {}
         self._forgotten: list[str] = []
@@ -126,22 +125,10 @@ class Speculation:
             first=first,
             tokens=tuple(request.tokens[first : len(request.tokens) if num_drafts else stop]),
             num_computed=note.num_computed,
-            tables=self._from_cold(note) if cold and not model else note.tables,
+            tables=note.tables,
             num_drafts=num_drafts,
             base=0 if model else request.cold_from,
             cold=cold and model,
-        )
-
-    def _from_cold(self, note: Note) -> tuple[BlockTable, ...]:
-        """The tables without the blocks in which the drafter has nothing."""
-        base = note.request.cold_from
-        return tuple(
-            BlockTable(
-                table.group,
-                max(table.first_token, base),
-                table.block_ids[max(0, base - table.first_token) // self._block_tokens :],
-            )
-            for table in note.tables
         )
 
 
