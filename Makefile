@@ -89,6 +89,7 @@ matrix: setup  ## the whole P/D matrix, 864 cells in real processes; goes on whe
 
 chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
+	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
 
 docs: setup  ## the reference pages that are made from code
 	$(BIN)/python -m kvferry.cli.docs
