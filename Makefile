@@ -11,7 +11,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP    := -m pip install --quiet --disable-pip-version-check
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -86,6 +86,9 @@ sim: setup  ## a million simulated hand-offs with faults
 matrix: setup  ## the whole P/D matrix, 864 cells in real processes; goes on where it stopped, and writes its page
 	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl
 	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl --page docs/reference/pd-matrix.md
+
+spec-matrix: setup  ## every draft depth on prefill and decode, both modes; minutes
+	SPEC_MATRIX=full $(BIN)/python -m pytest -q tests/spec/test_handoff.py
 
 chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py

@@ -1,5 +1,6 @@
 """Speculation with a recurrent state, with stages and ranks, with a draft model, with a drafter on decode alone."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from kvferry.cli.bench_spec_serving import Alone, Pair
-from kvferry.engines.mini.models import find_model
-from kvferry.engines.mini.spec import mtp
+from kvferry.engines.mini.models import find_model, read_config, read_json
+from kvferry.engines.mini.spec import eagle3, mtp
 from kvferry.engines.mini.spec.cards import open_drafter
 from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
@@ -55,8 +56,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _raw(directory: Path) -> dict[str, Any]:
-    from kvferry.engines.mini.models import read_json
-
     return read_json(directory / "config.json")
 
 
@@ -100,6 +99,41 @@ def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed
     assert accepted(pair).rate > 0.2
 
 
+def eagle3_head(directory: Path) -> str:
+    """A head in the form of the speculators package, for byte-mtp: half its vocabulary, random weights."""
+    layer = {name: _raw(find_model("byte-mtp"))[name] for name in (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+        "max_position_embeddings", "rms_norm_eps", "rope_theta",
+    )}  # fmt: skip
+    raw = {
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+        "draft_vocab_size": 128,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+    }
+    (directory / "config.json").write_text(json.dumps(raw))
+    config = eagle3.read_eagle3(raw, read_config(find_model("byte-mtp")))
+    random = torch.Generator().manual_seed(2)
+    weights = {
+        name: torch.randn(shape, generator=random) * 0.05 + (1 if "norm" in name else 0)
+        for name, shape in eagle3.expected_tensors(config)
+    }
+    weights["d2t"] = torch.arange(128)  # every second token
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def test_eagle3(serving: MakeServing, plain: Plain, byte_mtp: str, tmp_path: Path) -> None:
+    """A head that guesses: the text is right, the whole prompt is handed over with the head's KV, lookahead 1."""
+    settings = engine(byte_mtp, "eagle3", 3, spec_model=eagle3_head(tmp_path))
+    pair, alone = serving(Pair, settings, settings), serving(Alone, settings)
+    served = pair.serve(ask(PROMPTS, 16))
+    assert tokens(served) == tokens(alone.serve(ask(PROMPTS, 16))) == plain(byte_mtp, PROMPTS, 16)
+    assert accepted(alone).drafted[2] > 50
+    assert all(one.last and one.last.account and one.last.account.recomputed == 0 for one in served)
+    assert any(tensor.layer == "eagle.layers.0.attn" for tensor in pair.engine.executor.layouts[0].tensors)
+
+
 @pytest.mark.process
 def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) -> None:  # R23
     """The modules are on the last stage, and decode finds them by name."""
@@ -136,8 +170,6 @@ def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> No
     directory = find_model("byte-mtp")
     config = engine("byte-mtp")
     assert config.speculation is None
-    from kvferry.engines.mini.models import read_config
-
     target = read_config(directory)
     tiny = make_tiny_model(tmp_path / "tiny")
     other = SpeculationSettings(method="draft_model", num_speculative_tokens=1, model=str(tiny))

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvferry import settings
 from kvferry.cli.main import ExitCode
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.handshake.spec import FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.router.settings import RouterSettings
@@ -28,6 +29,7 @@ SETTINGS: tuple[tuple[str, type], ...] = (
     ("lease", settings.LeaseSettings),
     ("side_channel", settings.SideChannelSettings),
     ("engine", EngineSettings),
+    ("speculation", SpeculationSettings),
     ("router", RouterSettings),
 )
 """Every class of settings, and the name of its part."""

@@ -73,7 +73,9 @@ class WorkerMetrics:
         self._answer_tokens.inc(num_tokens)
         self._whole.observe(after_s)
         if asked_handoff:
-            self._handoffs.labels("recomputed" if served.why else "landed").inc()
+            # A tail that prefill leaves to decode by rule is no failure: most of the prompt came, or all was cached.
+            lost = served.why and not served.handed_over and served.recomputed
+            self._handoffs.labels("recomputed" if lost else "landed").inc()
             self._bytes.inc(served.bytes)
             self._transfer.observe(served.transfer_ms / 1e3)
             self._wait.observe(served.wait_ms / 1e3)
@@ -97,7 +99,7 @@ class WorkerMetrics:
 
 
 def numbers_of(stats: object, prefix: str = "") -> dict[str, float]:
-    """The numeric fields of a stats record, nested records flattened."""
+    """The numeric fields of a stats record, nested records flattened, numbers in a row by their place."""
     found: dict[str, float] = {}
     if not dataclasses.is_dataclass(stats) or isinstance(stats, type):
         return found
@@ -105,6 +107,8 @@ def numbers_of(stats: object, prefix: str = "") -> dict[str, float]:
         value = getattr(stats, field.name)
         if isinstance(value, int | float):
             found[prefix + field.name] = float(value)
+        elif isinstance(value, tuple):
+            found |= {f"{prefix}{field.name}_{i}": float(one) for i, one in enumerate(value)}
         else:
             found |= numbers_of(value, f"{prefix}{field.name}_")
     return found

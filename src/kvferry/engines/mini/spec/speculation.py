@@ -5,6 +5,7 @@ One step of a request that decodes: its last known token and its drafts are comp
 next drafts made. On the engine's thread.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
 
 __all__ = ["Note", "Speculation"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,12 @@ class Speculation:
         self._counter = AcceptanceCounter()
         self._keys: dict[RequestId, str] = {}
         self._forgotten: list[str] = []
+        if card.starts_cold:
+            logger.warning(
+                "drafter starts cold method=%s: behind a prompt that was handed over it has nothing to read at first, "
+                "and fewer drafts are accepted",
+                card.speculative.settings.method,
+            )
         self._text = None if card.config is not None else _text_drafter(card)
 
     @property
