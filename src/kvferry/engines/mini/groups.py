@@ -245,6 +245,9 @@ class Groups:
 
     def stretch(self, request: Request, stop: int, changes: Changes) -> int:
         """Blocks up to `stop`, if there are any, for tokens that are only guessed. The request has room up to here."""
+        room = min((held.end * self._size for held in request.blocks if not held.state), default=stop)
+        if room >= stop:
+            return room
         if self._blocks.fits((), self.trim(request, stop)):
             self.extend(request, stop, changes)
         return min((held.end * self._size for held in request.blocks if not held.state), default=stop)
