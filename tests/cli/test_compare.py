@@ -92,7 +92,7 @@ def test_the_table_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines[2:]] == [
         "fact class a b what to do",
-        "kv.dtype must match 'bfloat16' 'fp8_e4m3' on b: kvferry serve --dtype bfloat16",
+        "kv.dtype must match 'bfloat16' 'fp8_e4m3' on b: kvferry serve --kv-dtype bfloat16",
         "kv.layout bridged 'NHD' 'HND' nothing to do: the planner follows the strides; cutting across them makes "
         "more, shorter runs",
         "refused: they cannot share a cache",

@@ -84,7 +84,7 @@ def test_both_sides_give_the_same_verdict_and_the_reason_names_everything() -> N
     assert theirs.verdict is not None
     assert ours.verdict == theirs.verdict.mirrored()
     for text in (ours.reason, theirs.reason):
-        for word in ("'p0'", "'d0'", "kv.dtype", "fp8_e4m3", "bfloat16", "model.head_size", "128", "64", "--dtype"):
+        for word in ("'p0'", "'d0'", "kv.dtype", "fp8_e4m3", "bfloat16", "model.head_size", "128", "64", "--kv-dtype"):
             assert word in text
 
 

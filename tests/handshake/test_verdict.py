@@ -88,7 +88,7 @@ def test_the_refusal_is_one_line_with_everything() -> None:  # R10
     assert answer.refusal("p0", "d0") == (
         "p0 and d0 cannot share a cache: "
         "model.head_size: p0=128 d0=64, change it on d0: kvferry serve org/model; "
-        "kv.dtype: p0='bfloat16' d0='fp8_e4m3', change it on d0: kvferry serve --dtype bfloat16"
+        "kv.dtype: p0='bfloat16' d0='fp8_e4m3', change it on d0: kvferry serve --kv-dtype bfloat16"
     )
 
 
@@ -102,7 +102,7 @@ def test_json_has_the_promised_names() -> None:
 
 def test_a_peers_value_is_quoted_in_what_a_person_may_paste() -> None:
     answer = verdict(decode_facts(), facts().replace({"kv.dtype": "x; rm -rf ~ {model}\n"}))
-    assert answer.rows[0].mend_a == "kvferry serve --dtype 'x; rm -rf ~ {model}\\n'"
+    assert answer.rows[0].mend_a == "kvferry serve --kv-dtype 'x; rm -rf ~ {model}\\n'"
 
 
 @pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, "decode"), (Role.DECODE, "prefill")])

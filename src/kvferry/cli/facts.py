@@ -53,13 +53,16 @@ def _of_worker(url: str) -> dict[str, object]:
 def _of_model(args: argparse.Namespace) -> dict[str, object]:
     # Imported late: facts of a URL need no engine.
     from kvferry.engines.mini.assembly import WorkerSettings, describe
+    from kvferry.engines.mini.loading import kv_format
     from kvferry.engines.mini.models import find_model, read_config
 
     settings = WorkerSettings(
         engine=engine_settings(args.source, args), ferry=ferry_settings(args), role=Role(args.role)
     )
     directory = find_model(args.source)
-    engine = describe(settings, read_config(directory), directory, settings.engine.dtype)
+    config = read_config(directory)
+    kv = kv_format(settings.engine, config, directory)
+    engine = describe(settings, config, directory, settings.engine.dtype, kv)
     return {
         "engine": "-",
         "incarnation": "-",

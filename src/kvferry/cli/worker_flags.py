@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.mini.settings import DTYPES, ON_RANK_DEATH, EngineSettings
+from kvferry.engines.mini.settings import DTYPES, KV_DTYPES, ON_RANK_DEATH, EngineSettings
 from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from kvferry.settings import (
@@ -56,6 +56,7 @@ def _on_off(text: str) -> bool:
 
 FLAGS = (
     Flag("dtype", EngineSettings, "dtype", str, DTYPES),
+    Flag("kv-dtype", EngineSettings, "kv_dtype", str, KV_DTYPES),
     Flag("device", EngineSettings, "device", str),
     Flag("block-tokens", EngineSettings, "block_tokens", int),
     Flag("num-blocks", EngineSettings, "num_blocks", int),

@@ -213,7 +213,7 @@ _ROWS = (
         read=kv_dtype,
         meaning="the cache's effective dtype; `auto` is the model's, `fp8` is `fp8_e4m3`",
         why=GARBAGE,
-        settings=flag("--dtype {value}", "--kv-cache-dtype {value}"),
+        settings=flag("--kv-dtype {value}", "--kv-cache-dtype {value}"),
         strict=True,
         rules="R2 R6",
     ),

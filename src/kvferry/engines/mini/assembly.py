@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import torch
-
 from kvferry import __version__
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, make_scheduler
@@ -24,6 +22,7 @@ from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.equip import equip
 from kvferry.engines.mini.executor import ConnectorStart, Executor
 from kvferry.engines.mini.groups import tokens_handed_over
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.loading import ModelCard
 from kvferry.engines.mini.models import ModelConfig
@@ -304,12 +303,14 @@ def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> 
 
 def describe_engine(settings: WorkerSettings, model: ModelCard) -> EngineDescription:
     """What the embedded engine says of itself, for the table of facts."""
-    return describe(settings, model.config, model.directory, str(model.dtype))
+    return describe(settings, model.config, model.directory, str(model.dtype), model.kv)
 
 
-def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str) -> EngineDescription:
-    """The same before anything is loaded: `kvferry facts MODEL`. `dtype`: what weights and cache are, or `auto`."""
-    caches = layers_of(config, torch.float32, Shard())  # kinds and groups do not depend on the dtype
+def describe(
+    settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str, kv: KvFormat
+) -> EngineDescription:
+    """The same before the weights are loaded: `kvferry facts MODEL`. `dtype`: what weights are, or `auto`."""
+    caches = layers_of(config, kv, Shard())
     states, groups = [cache for cache in caches if cache.kind is CacheKind.STATE], make_groups(caches)
     return EngineDescription(
         engine="mini",
@@ -330,7 +331,8 @@ def describe(settings: WorkerSettings, config: ModelConfig, directory: Path, dty
         rope=asdict(config.rope),
         window_tokens=next((window for window in config.windows if window is not None), None),
         max_context_tokens=config.max_positions,
-        kv_dtype="auto",
+        kv_dtype=settings.engine.kv_dtype,
+        kv_scales=kv.digest,
         attention_backend="sdpa",
         kv_layout="block-major",
         cross_layer_blocks=True,

@@ -1,7 +1,5 @@
 """What the ranks of one engine keep, worked out from the model's config alone: before a process is started."""
 
-import torch
-
 from kvferry.engines.mini.cache import free_bytes, num_blocks_of, place
 from kvferry.engines.mini.families import family_of
 from kvferry.engines.mini.kv_format import KvFormat
@@ -21,31 +19,28 @@ def shards(tp: int, pp: int) -> tuple[Shard, ...]:
 
 
 def layers_of(
-    config: ModelConfig, dtype: torch.dtype, shard: Shard, drafter: DrafterCard | None = None
+    config: ModelConfig, kv: KvFormat, shard: Shard, drafter: DrafterCard | None = None
 ) -> tuple[LayerCache, ...]:
     """What the layers of one rank keep, the drafter's included. Raises ConfigError where the model cannot be split that
     way."""
-    kv = KvFormat(dtype)
     drafts = drafter.caches(shard, kv) if drafter is not None else ()
     return (*family_of(config.architecture).caches(config, shard, kv), *drafts)
 
 
-def groups_of(
-    config: ModelConfig, dtype: torch.dtype, pp: int, drafter: DrafterCard | None = None
-) -> tuple[GroupSpec, ...]:
+def groups_of(config: ModelConfig, kv: KvFormat, pp: int, drafter: DrafterCard | None = None) -> tuple[GroupSpec, ...]:
     """Cache groups over all stages: the same on every rank, so that block tables are."""
-    return make_groups([layer for shard in shards(1, pp) for layer in layers_of(config, dtype, shard, drafter)])
+    return make_groups([layer for shard in shards(1, pp) for layer in layers_of(config, kv, shard, drafter)])
 
 
 def agreed_blocks(
-    config: ModelConfig, dtype: torch.dtype, settings: EngineSettings, drafter: DrafterCard | None = None
+    config: ModelConfig, kv: KvFormat, settings: EngineSettings, drafter: DrafterCard | None = None
 ) -> int:
     """How many blocks every rank can have: the least that any of them can.
 
     Raises ConfigError for fewer than two, and where the ranks' caches together are more than this machine's memory.
     """
-    groups = groups_of(config, dtype, settings.pp, drafter)
-    layers = [layers_of(config, dtype, shard, drafter) for shard in shards(settings.tp, settings.pp)]
+    groups = groups_of(config, kv, settings.pp, drafter)
+    layers = [layers_of(config, kv, shard, drafter) for shard in shards(settings.tp, settings.pp)]
     num_blocks = min(num_blocks_of(one, groups, settings) for one in layers)
     need = num_blocks * sum(place(one, groups, settings.block_tokens).page_bytes for one in layers)
     free = free_bytes("cpu") if settings.device == "cpu" else None

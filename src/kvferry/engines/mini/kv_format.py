@@ -5,6 +5,7 @@ it has none). Such a scale is part of what the bytes mean, so it is in the encod
 for each head of each token, the largest element's, stored in the same block as parts of their own.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,9 +14,8 @@ import torch
 from kvferry.engines.mini.specs import CachePart, LayerCache
 from kvferry.layout.description import CacheKind
 
-__all__ = ["FP8_MAX", "KV_DTYPES", "KvFormat"]
+__all__ = ["FP8_MAX", "KvFormat"]
 
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e4m3_token")
 FP8_MAX = 448.0
 """The largest number of float8_e4m3fn."""
 
@@ -30,6 +30,12 @@ class KvFormat:
     per_token: bool = False
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """By layer: what stored keys, and values, are to be multiplied with."""
+
+    @property
+    def digest(self) -> str | None:
+        """Of scales for whole tensors, for the table of facts: equal where they are. None: there are none."""
+        scales = {layer: pair for layer, pair in self.scales.items() if pair != (1.0, 1.0)}
+        return hashlib.sha256(repr(sorted(scales.items())).encode()).hexdigest()[:16] if scales else None
 
     def attention(
         self, layer: str, heads: tuple[int, int, int], dim: int, window_tokens: int | None = None

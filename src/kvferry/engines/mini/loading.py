@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvferry.engines.mini.families import family_of
 from kvferry.engines.mini.families.base import Network
+from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.linear import Linear
 from kvferry.engines.mini.models import ModelConfig, find_model, read_config, read_json
 from kvferry.engines.mini.parallel import Shard
@@ -21,7 +22,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.tokenizer import Tokenizer
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "load_model", "open_model", "open_weights"]
+__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "kv_format", "load_model", "open_model", "open_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class ModelCard:
     config: ModelConfig
     tokenizer: Tokenizer
     dtype: torch.dtype
+    kv: KvFormat
+    """How its keys and values are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ def open_model(settings: EngineSettings) -> ModelCard:
     directory = find_model(settings.model)
     config = read_config(directory)
     dtype = _dtype(settings.dtype, config)
-    _Weights(directory, _weight_files(directory), dtype, _device(settings.device)).check(config)
-    return ModelCard(settings.model, directory, config, Tokenizer.from_directory(directory), dtype)
+    weights = _Weights(directory, _weight_files(directory), dtype, _device(settings.device))
+    weights.check(config)
+    kv = kv_format(settings, config, directory)
+    return ModelCard(settings.model, directory, config, Tokenizer.from_directory(directory), dtype, kv)
 
 
 def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedModel:
@@ -71,6 +76,7 @@ def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedMo
     device = _device(settings.device)
     weights = _Weights(directory, files, dtype, device)
     weights.check(config)
+    kv = kv_format(settings, config, directory)
     tokenizer = Tokenizer.from_directory(directory)
     with Progress(
         f"load {settings.model}",
@@ -81,7 +87,7 @@ def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedMo
         weights.bar = bar
         network = family_of(config.architecture).build(config, weights, shard)
     logger.info("model loaded directory=%s dtype=%s device=%s", directory, dtype, device)
-    return LoadedModel(settings.model, directory, config, tokenizer, dtype, network, device)
+    return LoadedModel(settings.model, directory, config, tokenizer, dtype, kv, network, device)
 
 
 def open_weights(directory: Path, dtype: torch.dtype, device: torch.device) -> "_Weights":
@@ -93,6 +99,19 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
     chosen = config.dtype if name == "auto" else name
     # Half precision is not one that we offer: its range is too small for some of these models.
     return torch.float32 if chosen == "float32" else torch.bfloat16
+
+
+def kv_format(settings: EngineSettings, config: ModelConfig, directory: Path) -> KvFormat:
+    """How keys and values are stored. Reads the checkpoint's scales, where they are wanted and there are any."""
+    if settings.kv_dtype == "fp8_e4m3_token":
+        return KvFormat(torch.float8_e4m3fn, per_token=True)
+    if settings.kv_dtype != "fp8_e4m3":
+        return KvFormat(_dtype(settings.dtype if settings.kv_dtype == "auto" else settings.kv_dtype, config))
+    weights = _Weights(directory, _weight_files(directory), torch.float32, torch.device("cpu"))
+    scales = {
+        f"layers.{i}.attn": (weights.kv_scale(i, "k"), weights.kv_scale(i, "v")) for i in range(config.num_layers)
+    }
+    return KvFormat(torch.float8_e4m3fn, scales=scales)
 
 
 def _device(name: str) -> torch.device:
@@ -183,6 +202,20 @@ class _Weights:
     def has(self, name: str) -> bool:
         """Whether the checkpoint has such a tensor."""
         return name in self._shapes
+
+    def kv_scale(self, layer: int, part: str) -> float:
+        """What stored keys (`k`) or values (`v`) of a layer are multiplied with; 1 where the checkpoint is silent."""
+        attention = f"model.layers.{layer}.self_attn"
+        for name in (f"{attention}.{part}_scale", f"{attention}.{part}_proj.{part}_scale"):
+            if name in self._shapes:
+                scale = self.take(name, dtype=torch.float32)
+                if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
+                    raise UnknownModel(
+                        f"{self._files[name]}: tensor {name!r} of shape {self._shapes[name]} is no positive number. "
+                        "Use a checkpoint with one scale a layer, or --kv-dtype fp8_e4m3_token."
+                    )
+                return float(scale.item())
+        return 1.0
 
     def take(
         self, name: str, *, rows: slice | None = None, cols: slice | None = None, dtype: torch.dtype | None = None

@@ -66,7 +66,8 @@ class LayerPages:
         batch, num_blocks = blocks.shape
         found = torch.index_select(self._rows, 0, rows)
         if self._quantised:
-            found = found.view(torch.float8_e4m3fn).to(self._dtype)
+            found = found.view(torch.float8_e4m3fn)
+        found = found.to(self._dtype)
         found = found.view(len(self._parts), batch, self.heads, num_blocks * self._cache.block_tokens, self.dim)
         if self._token_scales:
             for part, scales in zip(found, self._token_scales, strict=True):
@@ -81,9 +82,10 @@ class LayerPages:
         """Write keys and values, or latents, each [tokens, heads, dim]; returns them as they will be read."""
         blocks, offsets = slots
         if not self._quantised:
-            for view, x in zip(self._views, new, strict=True):
+            stored = [x.to(view.dtype) for view, x in zip(self._views, new, strict=True)]
+            for view, x in zip(self._views, stored, strict=True):
                 self._at(view)[blocks, :, offsets] = x
-            return new
+            return tuple(x.to(self._dtype) for x in stored)
         read = []
         for i, (view, x) in enumerate(zip(self._views, new, strict=True)):
             scale: float | torch.Tensor = self._scales[i]

@@ -100,8 +100,8 @@ class RankProcess:
         shard, through_cpu = comm.join(shard, self._start.store, device=device, timeout_s=settings.rank_timeout_s)
         model = load_model(_on(settings, device), shard)
         drafter = find_drafter(settings, model)
-        groups = groups_of(model.config, model.dtype, shard.pp_size, drafter)
-        layers = layers_of(model.config, model.dtype, shard, drafter)
+        groups = groups_of(model.config, model.kv, shard.pp_size, drafter)
+        layers = layers_of(model.config, model.kv, shard, drafter)
         cache = KVCache.sized(layers, groups, settings, device, rank=shard.rank, num_blocks=self._start.num_blocks)
         stages = comm.Stages(
             shard, hidden=model.config.hidden, dtype=model.dtype, device=device, through_cpu=through_cpu

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError
 
-__all__ = ["DTYPES", "ON_RANK_DEATH", "EngineSettings"]
+__all__ = ["DTYPES", "KV_DTYPES", "ON_RANK_DEATH", "EngineSettings"]
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_token")
 ON_RANK_DEATH = ("restart", "exit")
 
 
@@ -21,6 +22,11 @@ class EngineSettings:
     dtype: str = "auto"
     """What weights, cache and arithmetic are: `float32`, `bfloat16`, or `auto`: as the model's config says
     (float16 becomes bfloat16)."""
+
+    kv_dtype: str = "auto"
+    """How the cache stores keys and values: `auto`: as they are computed; `float32`, `bfloat16`; `fp8_e4m3`: in 8 bits,
+    with the checkpoint's scale for all keys and one for all values of a layer; `fp8_e4m3_token`: in 8 bits, with a
+    scale for each head of each token, stored in the block. Recurrent states stay as they are."""
 
     device: str = "cpu"
     """Where it runs: `cpu`, `cuda` or `cuda:N`."""
@@ -72,6 +78,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is unknown. Known: {', '.join(KV_DTYPES)}.")
         if self.on_rank_death not in ON_RANK_DEATH:
             raise ConfigError(f"on_rank_death={self.on_rank_death!r} is unknown. Known: {', '.join(ON_RANK_DEATH)}.")
         for name, low in (
