@@ -47,8 +47,13 @@ def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
 _SPEC_CONFIG = '--speculative-config \'{"<key>": "{value}", ...}\''
 
 
+_MINI_KEYS = ("method", "model", "revision", "num_speculative_tokens")
+"""The embedded engine has no setting for the others."""
+
+
 def _speculative(key: str) -> dict[str, str]:
-    return flag("", _SPEC_CONFIG.replace("<key>", key))
+    setting = _SPEC_CONFIG.replace("<key>", key)
+    return flag(setting if key in _MINI_KEYS else "", setting)
 
 
 SPECULATION = (
