@@ -12,6 +12,7 @@ import ssl
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from kvferry.router.http1_parse import BadAnswer, ResponseParser
@@ -47,8 +48,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "a stream connection"
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -159,7 +159,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         idle = self._idle.get(url)
         while idle:
-            connection = idle.pop()  # the latest: the others grow old and are closed
+            connection: Connection = idle.pop()  # the latest: the others grow old and are closed
             if connection.usable and loop.time() - connection.idle_since_s < _IDLE_S:
                 return connection
             self.drop(connection)
@@ -168,11 +168,7 @@ class Pool:
         try:
             async with asyncio.timeout(connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop),
-                    address.host,
-                    address.port,
-                    ssl=context,
-                    happy_eyeballs_delay=address.eyeballs_s,
+                    lambda: Connection(loop), address.host, address.port, ssl=context, **address.race
                 )
         except TimeoutError:
             raise
@@ -240,7 +236,7 @@ class _Address:
     prefix: str
     """Of every path."""
     host_line: bytes
-    eyeballs_s: float | None
+    race: dict[str, Any]
     """RFC 8305, for a name that may have several addresses; its race costs more than the connection itself."""
 
     @classmethod
@@ -251,4 +247,11 @@ class _Address:
         host_line = f"Host: {parts.netloc.rpartition('@')[2]}\r\n".encode()
         is_name = not all(char in "0123456789.:abcdef" for char in parts.hostname)
         port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/"), host_line, 0.25 if is_name else None)
+        return cls(
+            parts.hostname,
+            port,
+            tls,
+            parts.path.rstrip("/"),
+            host_line,
+            {"happy_eyeballs_delay": 0.25} if is_name else {},
+        )
