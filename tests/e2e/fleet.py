@@ -21,7 +21,7 @@ from tests.e2e.client import eventually, get, metrics
 
 __all__ = ["Fleet", "Process"]
 
-START_S = 90.0
+START_S = 180.0
 """Until ready; a busy machine loads torch slowly."""
 FREE_S = 15.0
 """Until every block is free again, beyond lease and quarantine."""

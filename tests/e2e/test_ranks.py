@@ -20,7 +20,7 @@ from tests.e2e.fleet import Fleet, Process
 from tests.engines.conftest import ask, finish, prompt_of, tokens_of
 from tests.engines.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(480)]
 
 LENGTHS = (5, 17, 64, 150)
 FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--max-batch-tokens", "64", "--no-prefix-caching",
