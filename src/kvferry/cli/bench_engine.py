@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="as for `kvferry serve` (default smollm2)")
     parser.add_argument("--engines", nargs="+", choices=[*bench_engine_one.ENGINES], help="default: all there are")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="requests at once (default 1 8)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="requests at once (default 1 8 32)")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens a prompt (default 256)")
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens an answer (default 48)")
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (default 3)")
