@@ -148,3 +148,42 @@ def test_every_slot_of_every_module_is_the_one_of_a_repaired_engine(
         wrong += [(layer, p) for p in range(len(a)) if not torch.allclose(a[p], b[p], atol=1e-4, rtol=1e-4)]
     expected = [("mtp.2.attn", cut - 1)] * 2 if less else []
     assert wrong == expected
+
+
+def test_truncation_happens_once_beside_preemption(serving: MakeServing, plain: Plain, byte_mtp: str) -> None:  # R33
+    """Neither side has room for all requests at once; what prefill leaves to decode stays what it was."""
+    prompts = [text(30 + i, 2000 * i) for i in range(6)]
+    small = engine(byte_mtp, "mtp", 3, num_blocks=28, max_batch_tokens=16)
+    pair = serving(Pair, small, small)
+    served = pair.serve(ask(prompts, 24))
+    assert tokens(served) == plain(byte_mtp, prompts, 24)
+    assert pair.engine.stats().preemptions > 0
+    for prompt, one in zip(prompts, served, strict=True):
+        assert one.last is not None
+        assert one.last.account is not None
+        assert one.last.account.handed_over in (len(prompt) - 3, 0) or "preempted" in one.last.account.why
+
+
+def test_aborts_on_either_side_leave_nothing_behind(serving: MakeServing, byte_mtp: str) -> None:  # R28
+    pair = serving(Pair, *[engine(byte_mtp, "mtp", 3, max_batch_tokens=16)] * 2)
+    assert isinstance(pair, Pair)
+    sides, pause = (pair.prefill.engine, pair.engine), threading.Event()
+    on_prefill, on_decode = ask([text(60), text(60, 3000)], 40)
+    first, second = (HandoffParams(do_remote_decode=True, transfer_id=name) for name in "ab")
+    sides[0].add(replace(on_prefill, handoff=first))
+    sides[0].step()  # a chunk of it is offered
+    sides[0].abort(on_prefill.request_id)
+    sides[0].add(replace(on_decode, handoff=second))
+    done = [output for _ in range(20) for output in sides[0].step() if output.handoff is not None]
+    sides[1].add(replace(on_decode, handoff=done[-1].handoff))
+    run_to(64, sides[1], sides[0])
+    sides[1].abort(on_decode.request_id)
+    give_up_s = time.monotonic() + 30.0
+    while any(side.has_work() or side.stats().held_blocks for side in sides):
+        for side in sides:
+            side.step()
+        pause.wait(0.0005)
+        assert time.monotonic() < give_up_s, [side.stats() for side in sides]
+    for side in sides:
+        side.check()
+        assert side.stats().free_blocks == side.stats().blocks
