@@ -62,3 +62,20 @@ def test_without_a_drain_it_is_kept_for_its_lease() -> None:
     assert drained(pair) == set()
     pair.step(1.0)
     assert drained(pair) == {"t1"}
+
+
+def test_nobody_waits_while_a_prompt_is_computed_and_somebody_does_once_it_is_whole() -> None:
+    """The driver looks for messages less often then: each look costs the thread that computes it."""
+    pair = Pair(TransferMode.PULL)
+    prefill, decode = pair.prefill[0].core, pair.decode[0].core
+    assert not prefill.awaited
+    pair.offer("t1", stop=2, final=False)
+    assert not prefill.awaited
+    pair.want("t1")
+    assert decode.awaited
+    pair.offer("t1")
+    assert prefill.awaited
+    pair.deliver()
+    pair.finish_all()
+    assert not prefill.awaited
+    assert not decode.awaited

@@ -223,6 +223,14 @@ class RankCore:
         return not (self.prefill.num_open or self.decode.num_open)
 
     @property
+    def awaited(self) -> bool:
+        """Somebody waits for the very next message: for a whole prompt that is offered here, or for a receive of ours.
+
+        While a prompt is computed nobody does: what a peer says of it can wait until more of it is there.
+        """
+        return bool(self.decode.num_open) or self.prefill.has_final
+
+    @property
     def num_peers(self) -> int:
         """Ranks that were introduced."""
         return len(self._peers)

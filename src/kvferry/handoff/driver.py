@@ -470,14 +470,17 @@ class Driver:
         self._on_report()
 
     def _wait(self) -> None:
-        """Sleep while nothing can be missed. A submit wakes us; messages and completions must be polled for."""
+        """Sleep while nothing can be missed. A submit wakes us; messages and completions must be polled for.
+
+        Each look takes the interpreter lock from the thread that runs the model: so not often where nobody waits.
+        """
         now_s = self._clock.now_s()
         if self._mover.num_in_flight or self._posts:
             pause_s = 0.0001
-        elif now_s < self._busy_until_s:
+        elif now_s < self._busy_until_s and self._core.awaited:
             pause_s = 0.0003
         elif self._links:
-            pause_s = 0.001 if not self._core.idle else 0.002
+            pause_s = 0.001 if not self._core.idle else 0.01
         else:
             pause_s = 0.05
         self._wake.wait(pause_s)

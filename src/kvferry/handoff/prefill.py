@@ -301,6 +301,11 @@ class PrefillMachine:
         """Offered transfers whose blocks are not free yet."""
         return len(self._grants) - self._num_awaited
 
+    @property
+    def has_final(self) -> bool:
+        """A whole prompt is offered, and its blocks are not free yet."""
+        return any(grant.final for grant in self._grants.values())
+
     # ---- inside
 
     def _admit(self, peer: Peer, name: str, ranks: int, now_s: float, *, answer: bool = True) -> Grant | None:
