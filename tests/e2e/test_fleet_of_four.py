@@ -62,7 +62,7 @@ def wait_used(fleet: Fleet, process: Process) -> None:
         workers = get(fleet.url, "/v1/kvferry")["workers"]
         return any(worker["incarnation"] == incarnation and worker["usable"] for worker in workers)
 
-    eventually(f"{process.name} is used again", used, within_s=5.0)
+    eventually(f"{process.name} is used again", used, within_s=10.0)
 
 
 def test_no_request_fails_while_each_worker_is_upgraded(fleet: Fleet, questions: list[Question]) -> None:  # R9 R11
@@ -94,7 +94,9 @@ def test_kills_and_hang_ups(fleet: Fleet, questions: list[Question]) -> None:  #
     try:
         for name in ("p0", "d1"):
             before = load.tally.handed_over
-            eventually("prompts are handed over", lambda before=before: load.tally.handed_over > before + 8)
+            eventually(
+                "prompts are handed over", lambda before=before: load.tally.handed_over > before + 8, within_s=30.0
+            )
             fleet.workers[name].restart()
             wait_used(fleet, fleet.workers[name])
         before = load.tally.handed_over

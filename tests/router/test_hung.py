@@ -269,3 +269,20 @@ async def test_a_stream_of_many_chunks_sets_no_timer_a_chunk(monkeypatch: pytest
         assert got.count(b"data: x\n\n") == 50
         assert b"paused for 0.5 s in its answer" in got
     assert 1 <= len(timers) <= 1 + (time.monotonic() - began_s) / 0.05
+
+
+async def test_a_worker_that_is_only_slow_is_asked_where_there_is_nobody_else() -> None:
+    """A busy machine misses a health check. But not once it must be thought to hang."""
+    slow = RouterSettings(health_every_s=0.02, health_timeout_s=0.1, hung_after_s=30)
+    d = a_decode()
+    async with fleet(a_prefill(), d, settings=slow) as (url, router):
+        d.deaf = True
+        await until(lambda: router.fleet.decode[0].down is not None)
+        response, _ = await post(url, BODY)
+        assert response.status == 200
+        assert d.info is not None
+        worker = router.fleet.decode[0]
+        assert worker.silent_since_s is not None
+        worker.silent_since_s -= 31
+        response, _ = await post(url, BODY)
+        assert response.status == 503

@@ -6,6 +6,7 @@ worker's own word, for example `draining`: it is well, and gets nothing new.
 """
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -145,6 +146,13 @@ class Worker:
         if self.info.state != "ready":
             return f"{self.name} ({self.url}) takes nothing new: {self.info.state}"
         return None
+
+    def slow_for_s(self, now_s: float) -> float:
+        """For how long it has been silent, if that is all that is wrong with it; else for ever."""
+        info = self.info
+        if self.silent_since_s is None or info is None or info.role not in (self.wanted, Role.BOTH):
+            return math.inf
+        return now_s - self.silent_since_s if info.state == "ready" else math.inf
 
     def why_not_now(self) -> str | None:
         """As `why_unusable`, with the breaker."""

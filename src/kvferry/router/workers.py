@@ -236,10 +236,16 @@ class Fleet:
     # ---- who serves ----
 
     def decode_candidates(self, tried: set[Worker]) -> list[Worker]:
-        """Those that were not tried and may serve. Open breakers count only while some other worker is left: with
-        nobody else, a try is better than a refusal."""
-        usable = [worker for worker in self.decode if worker not in tried and worker.why_unusable is None]
-        return [worker for worker in usable if worker.breaker.permits(time.monotonic())] or usable
+        """Those that were not tried and may serve. With nobody else left, a try is better than a refusal: then also
+        those whose breaker is open, and those that only have not answered their latest health checks in time."""
+        left = [worker for worker in self.decode if worker not in tried]
+        usable = [worker for worker in left if worker.why_unusable is None]
+        now_s = time.monotonic()
+        return (
+            [worker for worker in usable if worker.breaker.permits(now_s)]
+            or usable
+            or [worker for worker in left if worker.slow_for_s(now_s) < self._settings.hung_after_s]
+        )
 
     def choose_decode(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
         """By the policy."""
