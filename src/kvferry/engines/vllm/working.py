@@ -56,6 +56,12 @@ class VllmWorker:
         forms = group_forms(cache_config, kernel_tokens)
         view = _rank_view(config)
         views = layer_views(cache_config, caches, names, view, self._packing_of)
+        if _on_cpu(config) and any(isinstance(v.form, AttentionForm) and v.form.latent for v in views):
+            # Seen with vLLM 0.32: every byte of the latents arrives, and decode goes on with other tokens.
+            raise ConfigError(
+                "MLA on vLLM's CPU backends cannot be handed over yet: decode's tokens were not those of one server. "
+                "Serve this model without a KV connector, or on a GPU"
+            )
         layout = describe_cache(view.rank, forms, views)
         storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
         owners = [storages[region.address] for region in layout.regions]
@@ -122,7 +128,7 @@ class VllmWorker:
 
     def _packing_of(self, name: str, spec: Any, tokens: int) -> HeadPacking | None:
         """The CPU backend packs a head's block in the order of its kernels; elsewhere content is token by token."""
-        if self._config.device_config.device_type != "cpu":
+        if not _on_cpu(self._config):
             return None
         layer = self._config.compilation_config.static_forward_context.get(name)
         isa, size = getattr(layer, "isa", None), int(spec.head_size)
@@ -165,6 +171,10 @@ class VllmWorker:
                 f"measured: {error}. Use another --dtype or --kv-cache-dtype"
             ) from error
         return classify(order, tokens, size, label=f"cpu-{isa}-{str(dtype).removeprefix('torch.')}")
+
+
+def _on_cpu(config: Any) -> bool:
+    return str(config.device_config.device_type) == "cpu"
 
 
 def _packing_tag(form: AttentionForm | StateForm) -> str:
