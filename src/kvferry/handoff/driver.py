@@ -239,7 +239,7 @@ class Driver:
         busy = self._act() or busy
         if busy:
             self._report()
-            self._busy_until_s = now_s + 0.05
+            self._busy_until_s = now_s + 0.02
         return busy
 
     def _take_orders(self, orders: StepOrders, now_s: float) -> None:
@@ -480,7 +480,8 @@ class Driver:
         elif now_s < self._busy_until_s and self._core.awaited:
             pause_s = 0.0003
         elif self._links:
-            pause_s = 0.001 if not self._core.idle else 0.01
+            # Blocks that are kept for somebody who has not come are no hurry; a receive of ours is.
+            pause_s = 0.001 if self._core.decode.num_open else 0.01 if self._core.idle else 0.002
         else:
             pause_s = 0.05
         self._wake.wait(pause_s)
