@@ -42,6 +42,12 @@ NO_QUERY_RANK = {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "gemma3": ("gemma3", {}, 16),
     "gemma3, older spelling, a window like a chunk": ("gemma3", OLD_GEMMA, 4),
+    "granite": ("granite", {}, 16),
+    "granite, heads that share one B and C, turned": (
+        "granite",
+        {"mamba_n_groups": 1, "position_embedding_type": "rope", "mamba_conv_bias": False, "mamba_proj_bias": True},
+        4,
+    ),
     "mixtral": ("mixtral", {}, 16),
     "qwen3 with experts in two of three layers": ("qwen3_moe", {}, 4),
     "deepseek v2": ("deepseek_v2", {}, 16),
@@ -98,6 +104,8 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> N
         ("gemma3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 6 layers"),
         ("gemma3", {"sliding_window": 0}, "sliding_window=0 must be at least 1"),
         ("gemma3", {"intermediate_size": None}, "missing or wrong entry"),
+        ("granite", {"num_local_experts": 4}, "num_local_experts=4: hybrids with experts are not supported"),
+        ("granite", {"layer_types": ["mamba"]}, "layer_types has 1 entries for 6 layers"),
         ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 of 5 experts"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
         ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),

@@ -80,6 +80,23 @@ FAMILIES["deepseek_v3"] = {
     "norm_topk_prob": True,
     **_MLA,
 }
+FAMILIES["granite"] = {  # two states, one attention, twice
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 6,
+    "layer_types": ["mamba", "mamba", "attention"] * 2,
+    "shared_intermediate_size": 160,
+    "num_local_experts": 0,
+    "mamba_n_heads": 6,
+    "mamba_expand": 2,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+    "logits_scaling": 2.0,
+}
 SPECIAL = ("<eos>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
