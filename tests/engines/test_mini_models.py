@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvferry.engines.mini import gguf_model
 from kvferry.engines.mini.cache import KVCache
@@ -260,6 +261,15 @@ def test_weights_of_another_model(model: Path) -> None:
         _load(model)
     _edit_config(model, intermediate_size=160, num_hidden_layers=4)
     with pytest.raises(UnknownModel, match=r"lacks the tensor 'model\.layers\.3\.input_layernorm\.weight' \(96,\)"):
+        _load(model)
+
+
+def test_quantised_weights_are_refused(model: Path) -> None:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnknownModel, match=r"up_proj\.weight' is stored as F8_E4M3, .*weights are not quantised"):
         _load(model)
 
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 100 << 20
 """As the safetensors format says."""
 
+WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -172,11 +174,13 @@ class _Weights:
         self._directory = directory
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
+        self._dtypes: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         self.num_bytes = 0
         for file in files:
             for name, entry in _header(file).items():
                 self._shapes[name] = tuple(entry["shape"])
+                self._dtypes[name] = str(entry.get("dtype"))
                 self._files[name] = file
                 self.num_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
 
@@ -189,7 +193,7 @@ class _Weights:
         self.check_tensors(expected_tensors(config))
 
     def check_tensors(self, expected: Iterator[tuple[str, tuple[int, ...]]]) -> None:
-        """The same of some tensors."""
+        """The same of some tensors; and none is quantised, for its scales would be left out without a word."""
         for name, shape in expected:
             if name not in self._shapes:
                 raise UnknownModel(f"{str(self._directory)!r} lacks the tensor {name!r} {shape}. Copy it again.")
@@ -197,6 +201,11 @@ class _Weights:
                 raise UnknownModel(
                     f"{self._files[name]}: tensor {name!r} has shape {self._shapes[name]}, and config.json implies "
                     f"{shape}. Weights and config are of different models: copy both again."
+                )
+            if self._dtypes[name] not in WEIGHT_DTYPES:
+                raise UnknownModel(
+                    f"{self._files[name]}: tensor {name!r} is stored as {self._dtypes[name]}, and this engine reads "
+                    f"{', '.join(WEIGHT_DTYPES)}. Use a checkpoint whose weights are not quantised."
                 )
 
     def has(self, name: str) -> bool:
