@@ -1,5 +1,6 @@
 """GET /v1/kvferry/trace: the stages of a worker's latest requests, by its own clock."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,9 @@ async def test_a_request_is_told_with_its_times_and_totals() -> None:
         assert [one.request_id for one in told.requests] == ["one"]
         one = told.requests[0]
         # Same machine, same clock: the order of events is that of real life.
-        assert before_s < one.received_s <= one.began_s <= one.ended_s <= told.received_s <= told.now_s <= time.monotonic()
+        assert (
+            before_s < one.received_s <= one.began_s <= one.ended_s <= told.received_s <= told.now_s <= time.monotonic()
+        )
         assert (one.status, one.num_tokens) == (200, 2)
         assert told.handoffs == {"p0": HandoffTotals(landed=1, failed=0, bytes=1000, transfer_s=0.002)}
 
@@ -64,7 +67,8 @@ async def test_a_request_is_told_with_its_times_and_totals() -> None:
 async def test_an_unknown_request_is_no_error_and_the_clock_is_told() -> None:
     async with listening() as url:
         told = await _asked(url, request="nobody")
-        assert told.requests == () and told.now_s >= told.received_s > 0
+        assert told.requests == ()
+        assert told.now_s >= told.received_s > 0
 
 
 def _reply(request_id: str) -> tuple[Job, CompletionReply]:
@@ -99,14 +103,15 @@ def test_a_real_engine_notes_queue_prefill_and_decode(tmp_path: Path) -> None:
 
     engine = Engine.load(EngineSettings(model=str(make_tiny_model(tmp_path)), num_blocks=32, threads=1))
     try:
-        engine.add(GenerateRequest(request_id=RequestId("a"), prompt_token_ids=(1, 2, 3),
-                                   sampling=SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)))  # fmt: skip
+        sampling = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        engine.add(GenerateRequest(request_id=RequestId("a"), prompt_token_ids=(1, 2, 3), sampling=sampling))
         last = None
         while engine.has_work():
             last = engine.step()[-1]
-        assert last is not None and last.stages is not None
+        assert last is not None
+        assert last.stages is not None
         stages = stages_of(last.stages)
         assert [one.name for one in stages] == ["queue", "prefill", "decode"]
-        assert all(before.end_s == after.begin_s for before, after in zip(stages, stages[1:], strict=False))
+        assert all(before.end_s == after.begin_s for before, after in itertools.pairwise(stages))
     finally:
         engine.close()

@@ -30,8 +30,8 @@ HANG_S = 30.0
 BLOCKS_S = 25.0
 """How long blocks may take to come back after a case."""
 _NOISE = re.compile(
-    "SSM cache|tcmalloc|libiomp|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabling|cudagraph|torch_dtype|"
-    "pin_memory|prefix caching|Traceback|chat template|generation_config|sampling parameters|not optimized|"
+    "SSM cache|tcmalloc|libiomp|ulimit|Triton|deprecat|usage stats|NUMA|\\bOMP_|tokenizer|Disabling|cudagraph|"
+    "torch_dtype|pin_memory|prefix caching|Traceback|chat template|generation_config|sampling parameters|not optimized|"
     "ProcessPool|resource_tracker|unauthenticated|Add 1 |fork|API is experimental|sock.c",
     re.IGNORECASE,
 )
