@@ -45,7 +45,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
 	$(BIN)/kvferry demo
 
-test: test-pure test-process test-vllm  ## all the tests
+test: test-pure test-process  ## all the tests but those that need vLLM
 
 test-unit: setup  ## no process, no model, nothing slow: a minute or two
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow and not vllm'
