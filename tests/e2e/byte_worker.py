@@ -36,9 +36,11 @@ class Computed:
 
 def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
     """KV of tokens [start, stop) of a request with these blocks: [layers, 2, heads, tokens, head_dim], copied."""
-    blocks = worker.engine.executor.cache.data[torch.tensor(block_ids)]
-    num_blocks, layers, two, heads, block_tokens, dim = blocks.shape
-    rows = blocks.permute(1, 2, 3, 0, 4, 5).reshape(layers, two, heads, num_blocks * block_tokens, dim)
+    cache, ids = worker.engine.executor.cache, torch.tensor(block_ids)
+    layers = dict.fromkeys(name for group in cache.groups for name in group.layers)
+    blocks = torch.stack([torch.stack([cache.view(layer, part)[ids] for part in "kv"]) for layer in layers])
+    num_layers, two, num_blocks, heads, block_tokens, dim = blocks.shape
+    rows = blocks.transpose(2, 3).reshape(num_layers, two, heads, num_blocks * block_tokens, dim)
     return rows[:, :, :, start:stop].clone()
 
 

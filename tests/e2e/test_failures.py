@@ -225,7 +225,9 @@ def test_prefill_dies_after_it_has_computed(fleet: Fleet) -> None:
         params = prefill(fleet, prompt, f"after-{fleet.mode}-{known}")
         fleet.workers["p"].kill()
         answer = decode(fleet.workers["d"], prompt, params)
-        assert_recomputed(answer, right(fleet, prompt), 50, "p" if known else params["remote_host"])
+        assert_recomputed(answer, right(fleet, prompt), 50)
+        told = answer.kvferry["why"]  # where it was not known, the router may have made them meet meanwhile
+        assert "prefill rank 0 is gone" in told or (not known and params["remote_host"] in told), told
         fleet.workers["p"].restart()
         _wait_usable(fleet)
 

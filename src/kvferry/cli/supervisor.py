@@ -146,9 +146,9 @@ class Supervisor:
         """End every child: by signals, and SIGKILL for what is left after some seconds. Idempotent."""
         children, self.children = self.children, []
         for child in children:
-            # TERM ends one that still loads; one that serves would drain first, and INT says that it must not.
-            _signal(child, signal.SIGTERM)
-            _signal(child, signal.SIGINT)
+            # TERM ends one that still loads; one that serves would drain first, and INT says that it must not. Only one
+            # of them: the second could come when its handler is gone already, and then it kills.
+            _signal(child, signal.SIGINT if child.ready_file.exists() else signal.SIGTERM)
         everyone = asyncio.create_task(self._wait_all(children))
         hurry = asyncio.create_task(self._hurry.wait())
         waits: set[asyncio.Task[Any]] = {everyone, hurry}
