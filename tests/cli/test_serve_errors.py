@@ -143,8 +143,9 @@ def test_a_wrong_setting_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> N
     assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def test_a_router_without_decode(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["route", "--prefill", "http://127.0.0.1:1", "--port", "0"]) == ExitCode.ERROR
+def test_a_router_without_decode_where_none_may_register(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["route", "--prefill", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "0"]
+    assert main(argv) == ExitCode.ERROR
     assert told(capsys) == "kvferry route: no decode worker is given: add --decode URL"
 
 

@@ -66,7 +66,7 @@ async def test_children_get_ports_of_their_own_and_end_with_the_context(lines: L
 async def test_a_child_that_cannot_start_says_why(lines: Lines) -> None:
     async with supervisor(lines) as boss:
         child = await boss.start(ChildSpec("router", ("route", "--port", "0", "--decode", "ftp://d")))
-        with pytest.raises(ChildEnded, match=r"router \(pid \d+\) ended with exit status 1: .*'ftp://d' must begin with http"):
+        with pytest.raises(ChildEnded, match=r"router \(pid \d+\) ended with exit status 1: .*'ftp://d' must begin"):
             await boss.wait_ready([child], 30)
 
 
