@@ -156,12 +156,10 @@ def test_the_side_without_a_drafter_is_told_to_take_one() -> None:  # R3 R10
     assert answer.rows[0].remedy("p0", "d0") == """on p0: --speculative-config '{"method": "eagle3", ...}'"""
 
 
-def test_a_side_that_cannot_be_changed_is_not_told_to() -> None:  # R10
-    answer = verdict(facts(engine="one without drafters", speculation=None), decode_facts(engine="vllm"))
+def test_the_side_without_a_drafter_is_told_how_to_get_one() -> None:  # R10
+    answer = verdict(facts(speculation=None), decode_facts(engine="vllm"))
     row = next(row for row in answer.rows if row.fact == "speculation.method")
-    assert row.remedy("p0", "d0") == (
-        """on d0: take --speculative-config '{"method": "...", ...}' away, as the other side has none"""
-    )
+    assert row.remedy("p0", "d0") == ("""on p0: kvferry serve --speculative-config '{"method": "eagle3", ...}'""")
 
 
 def test_every_remedy_for_kvferry_serve_can_be_typed() -> None:  # R10
