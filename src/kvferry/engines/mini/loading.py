@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 100 << 20
 """As the safetensors format says."""
 
+INDEX_DTYPE = "I64"
+"""Tables of ids, as an EAGLE-3 head has them; no quantised weight is stored so."""
 WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
@@ -202,7 +204,7 @@ class _Weights:
                     f"{self._files[name]}: tensor {name!r} has shape {self._shapes[name]}, and config.json implies "
                     f"{shape}. Weights and config are of different models: copy both again."
                 )
-            if self._dtypes[name] not in WEIGHT_DTYPES:
+            if self._dtypes[name] not in (*WEIGHT_DTYPES, INDEX_DTYPE):
                 raise UnknownModel(
                     f"{self._files[name]}: tensor {name!r} is stored as {self._dtypes[name]}, and this engine reads "
                     f"{', '.join(WEIGHT_DTYPES)}. Use a checkpoint whose weights are not quantised."
