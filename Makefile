@@ -12,7 +12,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -58,6 +58,9 @@ test-process: setup setup-gemma  ## models, and real processes over real NIXL: t
 	@# shown both times. A fault fails twice.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15 || \
 	  $(BIN)/python -m pytest -q -m '$(PROCESSES)' --last-failed --last-failed-no-failures none
+
+test-full: setup setup-gemma  ## SmolLM2 against transformers in all combinations; CI runs half of them
+	FULL=1 $(BIN)/python -m pytest -q tests/engines/test_mini_smollm2.py
 
 test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
 	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/vllm/test_contract.py

@@ -65,7 +65,7 @@ def _engine(model: LoadedModel, chunk: int) -> Engine:
 
 FULL_ONLY = pytest.mark.skipif(
     os.environ.get("FULL") != "1",
-    reason="CI has half an hour; FULL=1 runs it",
+    reason="90 s more on one core, and chunk and batch are both covered by the other two: make test-full",
 )
 
 

@@ -5,6 +5,7 @@ The pair is two whole workers: they shake hands over the side channel, and KV go
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -46,15 +47,15 @@ class Served:
         return self.last is not None and self.last.finish_reason is not None
 
 
-class Serving:
+class Serving(ABC):
     """Something that answers requests."""
 
     engine: Engine
     """The one that decodes."""
 
+    @abstractmethod
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
         """Answer all at once, as one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """End all engines."""
