@@ -12,7 +12,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -39,7 +39,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	@# Their builds do not fit the torch of this vLLM; it does without.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@# Not by our constraints: vLLM pins an older numpy.
-	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' nixl==1.5.1 pytest pytest-timeout pytest-asyncio
+	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' nixl==1.5.1 pytest pytest-timeout pytest-asyncio hypothesis
 	@touch $@
 
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
@@ -58,6 +58,9 @@ test-process: setup setup-gemma  ## models, and real processes over real NIXL: t
 	@# shown both times. A fault fails twice.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15 || \
 	  $(BIN)/python -m pytest -q -m '$(PROCESSES)' --last-failed --last-failed-no-failures none
+
+fuzz: setup  ## the property tests with 30 times as many examples, new ones each time; FUZZ=N for N times
+	FUZZ=$(or $(FUZZ),30) $(BIN)/python -m pytest -q -n auto -m 'hypothesis and not process and not engine and not vllm'
 
 test-full: setup setup-gemma  ## SmolLM2 against transformers in all combinations; CI runs half of them
 	FULL=1 $(BIN)/python -m pytest -q tests/engines/test_mini_smollm2.py

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.examples  # noqa: F401  loads its profile
+
 
 @pytest.fixture(autouse=True)
 def clean_environ() -> Iterator[None]:

@@ -13,6 +13,7 @@ from kvferry.layout.description import CacheLayout
 from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from kvferry.wire.layout_codec import decode_layout, decode_layout_json, encode_layout, encode_layout_json
+from tests.examples import examples
 
 
 def sample() -> CacheLayout:
@@ -57,7 +58,7 @@ def use(body: bytes, decode: Callable[[bytes], CacheLayout]) -> None:
             continue
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(250), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_damaged_bytes(data: st.DataObject) -> None:
     json = data.draw(st.booleans())
@@ -76,7 +77,7 @@ def test_damaged_bytes(data: st.DataObject) -> None:
     use(bytes(body), decode_layout_json if json else decode_layout)
 
 
-@settings(max_examples=350, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(350), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_wrong_values_in_the_right_shape(data: st.DataObject) -> None:
     raw = msgspec.msgpack.decode(encode_layout(SAMPLE))

@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvferry.engines.mini.blocks import BlockHash, BlockManager, chain_hashes, num_runs
 from kvferry.ids import TransferId
+from tests.examples import examples
 
 
 class Books(RuleBasedStateMachine):
@@ -76,7 +77,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_check_finds_a_leak() -> None:

@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError, RequestTooLong
 from kvferry.layout.description import CacheKind
 from tests.engines.conftest import ask, finish, tokens_of
 from tests.engines.positions import answer, layers_of, position_engine
+from tests.examples import examples
 
 GEMMA = {"full": 1, "windows": (9, 9, 9)}
 MAMBA = {"full": 1, "states": 2}
@@ -54,7 +55,7 @@ def test_every_shape_answers_right(shape: str, depth: int) -> None:
     assert held(engine) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     shape=st.sampled_from(list(SHAPES)),
     block=st.sampled_from([1, 2, 4, 8]),
@@ -97,6 +98,34 @@ def test_any_traffic_answers_right_and_loses_no_block(
         assert got == answer(prompt(length, family), new)[: len(got)]
         assert number in aborts or len(got) == new
     assert held(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "asked"),
+    [
+        ("gemma", 1, [(1, 1), (11, 1)]),  # the window that it begins with, beside its own
+        ("gemma", 1, [(34, 5), (48, 2)]),
+        ("mamba", 4, [(8, 1), (11, 1)]),  # the snapshot, beside its own state
+    ],
+)
+def test_what_is_known_keeps_nobody_out(shape: str, block: int, asked: list[tuple[int, int]]) -> None:
+    """A cache that holds the longest request and nothing more."""
+    args: dict[str, Any] = {"block_tokens": block, "max_batch_tokens": block}
+    need = position_engine(layers_of(**SHAPES[shape]), num_blocks=10, **args).scheduler.groups.need(sum(asked[-1]))
+    engine = position_engine(layers_of(**SHAPES[shape]), num_blocks=1 + need, **args)
+    for number, (length, new) in enumerate(asked):
+        one(engine, f"r{number}", prompt(length), max_tokens=new)
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_no_request_is_given_more_than_it_needs(shape: str) -> None:
+    """However few of its tokens another engine brings."""
+    groups = position_engine(
+        layers_of(**SHAPES[shape]), block_tokens=4, num_blocks=10, max_batch_tokens=8
+    ).scheduler.groups
+    for goal in range(1, 80):
+        for brought in (None, *range(1, goal + 1)):
+            assert sum(groups.admission(groups.nothing(), goal, brought)) <= groups.need(goal), (goal, brought)
 
 
 def one(engine: Engine, name: str, tokens: Sequence[int], max_tokens: int = 3) -> Any:

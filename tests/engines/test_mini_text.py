@@ -13,6 +13,7 @@ from kvferry.engines.mini.api import FinishReason, SamplingParams
 from kvferry.engines.mini.tokenizer import Detokenizer, Tokenizer
 from kvferry.errors import RequestError, UnknownModel
 from tests.engines.tiny_model import make_tiny_model
+from tests.examples import examples
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_directory(make_tiny_model(tmp_path_factory.mktemp("text") / "m"))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(text=st.text(max_size=40))
 def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer)
@@ -87,7 +88,7 @@ def test_the_first_of_several_stop_strings_wins(tokenizer: Tokenizer) -> None:
     assert ("".join(pieces), finish.stop) == ("one tw", "o t") or ("".join(pieces), finish.stop) == ("one ", "two")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     text=st.text(alphabet="abé", max_size=14),
     stops=st.lists(st.text(alphabet="abé", min_size=1, max_size=3), max_size=3),

@@ -21,6 +21,7 @@ from kvferry.transport.packer import (
     unpack,
 )
 from kvferry.transport.staging import Lease, StagingPool
+from tests.examples import examples
 from tests.transport.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 
 
@@ -179,7 +180,7 @@ def test_a_pool_without_room_is_a_wrong_setting(size: int) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_leases_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, int]]) -> None:
     pool = StagingPool(64 << 10)
     held: list[Lease] = []

@@ -172,16 +172,18 @@ class Groups:
     def admission(self, known: Known, goal: int, brought: int | None) -> list[int]:
         """How many fresh blocks each group needs for a request of `goal` tokens that begins with `known`.
 
-        `brought`: the tokens before it come from another engine. Else a window gets what it will need at its worst
-        moment, so that a request that must not be preempted can go on for ever.
+        `brought`: the tokens before it come from another engine, with the windows at their end. A window gets what it
+        will need at its worst moment, so that a request that must not be preempted can go on for ever.
         """
         end, counts = self.num_blocks(goal), []
         for group, (spec, held) in enumerate(zip(self.specs, known.blocks, strict=True)):
             if spec.kind is CacheKind.STATE:
                 counts.append(1)
                 continue
-            missing = end - max(known.num_tokens // self._size, self._begin(group, held, brought))
-            if spec.kind is CacheKind.WINDOW and brought is None:
+            begin = max(known.num_tokens // self._size, self._begin(group, held, brought))
+            missing = end - begin
+            if spec.kind is CacheKind.WINDOW:
+                # Blocks that it begins with others may refer to as well: to give them up frees nothing.
                 missing = min(missing, self.peak(group))
             counts.append(missing)
         return counts

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from kvferry.connector.base import Match, SchedulerHalf
 from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
-from kvferry.engines.mini.blocks import BlockManager, chain_hashes
+from kvferry.engines.mini.blocks import BlockHash, BlockManager, chain_hashes
 from kvferry.engines.mini.groups import Changes, Groups, Known
 from kvferry.engines.mini.request import Request, State
 from kvferry.ids import RequestId, TransferId
@@ -240,13 +240,12 @@ class Scheduler:
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
-            known, match, brought = self._look_up(request)
+            known, match, brought, counts = self._look_up(request)
             if match.error:
                 plan.refused.append((request, match.error))
                 continue
             if match.wait:
                 continue
-            counts = self.groups.admission(known, request.goal, brought)
             if not self.blocks.fits(known.block_ids, sum(counts)):
                 return  # nobody overtakes a request for which there is no room
             self.waiting.remove(request)
@@ -257,12 +256,24 @@ class Scheduler:
                 if self._grow(request, stop, plan):
                     budget -= self._add_share(plan, request, stop, budget)
 
-    def _look_up(self, request: Request) -> tuple[Known, Match, int | None]:
-        """What of a request is here, what comes from outside, and up to which token (None: nothing comes)."""
-        asks = self._connector is not None and request.from_remote and not request.handoff_over
+    def _look_up(self, request: Request) -> tuple[Known, Match, int | None, list[int]]:
+        """What of a request is here, what comes from outside, up to which token (None: nothing comes), and how many
+        fresh blocks each group needs besides."""
         hashes = request.hashes
         if self._prefix_caching:
             chain_hashes(hashes, request.tokens, self.block_tokens)
+        known, match, brought = self._find(request, hashes)
+        counts = self.groups.admission(known, request.goal, brought)
+        if known.num_tokens and len(known.block_ids) + sum(counts) > self.blocks.num_usable:
+            # Beside its own blocks a request refers to the windows and states that it begins with. Where the whole
+            # cache has no room for both it computes them itself: else it would wait for ever.
+            known, match, brought = self._find(request, [])
+            counts = self.groups.admission(known, request.goal, brought)
+        return known, match, brought, counts
+
+    def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[Known, Match, int | None]:
+        """The same for the blocks of the prefix cache with these hashes."""
+        asks = self._connector is not None and request.from_remote and not request.handoff_over
         # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
         # other engine has chosen it, or will.
         free = request.num_left or (asks and request.first_token is not None)
