@@ -22,6 +22,8 @@ class EngineIdentity:
     port: int
     tp_size: int = 1
     pp_size: int = 1
+    mode_remedy: str = "start both with the same --transfer-mode"
+    """What to do about a peer of the other transfer mode, in the words of this engine's settings."""
 
     @property
     def num_ranks(self) -> int:

@@ -90,7 +90,7 @@ class HandoffScheduler:
         if params.transfer_mode is not None and params.transfer_mode is not self.mode:
             self._given_up[request.request_id] = (
                 f"prefill hands over by {params.transfer_mode.value}, this worker by {self.mode.value}: "
-                f"start both with the same --transfer-mode"
+                f"{self._me.mode_remedy}"
             )
             return
         transfer = TransferId(str(params.transfer_id))

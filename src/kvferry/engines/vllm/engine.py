@@ -87,7 +87,15 @@ def start_engine(
         side_channel = replace(side_channel, port=side_channel.port + int(parallel.data_parallel_index))
     rendezvous = Rendezvous(side_channel, mail.append, mail.append, name=engine_id)
     try:
-        identity = EngineIdentity(engine_id, incarnation, rendezvous.host, rendezvous.port, tp_size=tp, pp_size=pp)
+        identity = EngineIdentity(
+            engine_id,
+            incarnation,
+            rendezvous.host,
+            rendezvous.port,
+            tp_size=tp,
+            pp_size=pp,
+            mode_remedy='give both the same "mode" in kv_connector_extra_config',
+        )
         hello = Hello(
             engine=engine_id,
             incarnation=incarnation,
