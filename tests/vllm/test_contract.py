@@ -6,6 +6,7 @@ else, the handshake between two engines in one process included, is real.
 """
 
 import os
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -93,7 +95,12 @@ def a_card() -> RankCard:
 class Engine:
     """vLLM's scheduler, and what a test says that the workers did."""
 
-    def __init__(self, model: Path, role: str, name: str, *, mode: str = "pull", policy: str = "fail") -> None:
+    def __init__(
+        self, model: Path, role: str, name: str, *, mode: str = "pull", policy: str = "fail", queued: bool = True
+    ) -> None:
+        # As in vLLM's engine core: there when the connector is made.
+        self.input_queue: queue.Queue[Any] | None = queue.Queue() if queued else None
+        self.shutdown_state = EngineShutdownState.RUNNING
         config = EngineArgs(
             model=str(model),
             dtype="float32",
@@ -232,10 +239,34 @@ def test_prefill_keeps_its_blocks_until_the_workers_release_them(prefill: Engine
     params = prefilled(prefill)
     assert (params["do_remote_prefill"], params["transfer_mode"], params["remote_num_tokens"]) == (True, "pull", 40)
     assert prefill.num_free == prefill.free - 3
-    assert prefill.scheduler.has_requests(), "the engine goes on stepping"
+    assert prefill.scheduler.has_requests(), "the workers do not know yet"
+    prefill.step()
+    assert prefill.num_free == prefill.free - 3
+    assert not prefill.scheduler.has_requests(), "the engine sleeps while a peer may read"
     prefill.step(released(params))
     assert prefill.num_free == prefill.free
     assert not prefill.scheduler.requests
+
+
+def test_an_engine_that_was_told_to_end_waits_for_its_peers(prefill: Engine) -> None:  # R25
+    params = prefilled(prefill)
+    prefill.step()
+    prefill.shutdown_state = EngineShutdownState.REQUESTED
+    assert prefill.scheduler.has_requests()
+    prefill.step(released(params))
+    assert not prefill.scheduler.has_requests()
+
+
+def test_an_engine_that_cannot_be_woken_steps_while_blocks_are_out(model: Path) -> None:
+    engine = Engine(model, "kv_producer", "p", queued=False)
+    try:
+        params = prefilled(engine)
+        engine.step()
+        assert engine.scheduler.has_requests()
+        engine.step(released(params))
+        assert not engine.scheduler.has_requests()
+    finally:
+        engine.close()
 
 
 def test_a_prefill_of_several_chunks_is_offered_as_it_grows(prefill: Engine) -> None:

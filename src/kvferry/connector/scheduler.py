@@ -384,6 +384,11 @@ class HandoffScheduler:
         self._wanted.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 
+    @property
+    def has_orders(self) -> bool:
+        """The worker halves have something to learn: the engine should make a step."""
+        return bool(self._next.orders())
+
     def has_pending_work(self) -> bool:
         """True while a hand-off is open here, on either side."""
         return bool(self._by_transfer) or bool(self._next.cancel or self._next.withdraw)

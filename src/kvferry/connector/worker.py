@@ -42,6 +42,11 @@ class HandoffWorker:
         """What has ended since the last call."""
         return self._driver.collect()
 
+    @property
+    def has_report(self) -> bool:
+        """`end_step` has something. From any thread."""
+        return self._driver.has_report
+
     def introduce(self, peer: Introduce) -> None:
         """A peer was accepted. From any thread."""
         self._driver.submit(StepOrders(introduce=(peer,)))

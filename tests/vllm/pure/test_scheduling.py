@@ -336,7 +336,8 @@ def prefilling(engine: Engine, **more: Any) -> Request:
     request = Request("r", {"do_remote_decode": True, "transfer_id": "t1", **more})
     engine.half.on_new_request(request)
     assert engine.half.get_num_new_matched_tokens(request, 0) == (0, False)
-    engine.half.update_state_after_alloc(request, engine.manager.allocate("r", 3), 0)
+    blocks = engine.manager.allocate("r", *(1 if form is STATE else 3 for form in engine.half._forms))
+    engine.half.update_state_after_alloc(request, blocks, 0)
     return request
 
 
@@ -344,18 +345,38 @@ def test_a_remote_decode_from_arrival_to_release() -> None:  # R15 R25
     engine = Engine()
     request = prefilling(engine)
     request.num_computed_tokens = 40
+    blocks = engine.manager.held["r"][0]
     keep, told = engine.half.request_finished(request, ([1, 2, 3],), well=True)
-    assert keep
+    assert not keep, "a request that vLLM holds for us has it step all the time"
+    engine.manager.free("r")
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1]
     assert told is not None
     assert told["do_remote_prefill"] is True
     assert told["transfer_mode"] == "pull"
     assert (told["remote_engine_id"], told["remote_request_id"], told["remote_num_tokens"]) == ("me", "r", 40)
     assert (told["remote_block_ids"], told["tp_size"], told["pp_size"]) == ([[1, 2, 3]], 1, 1)
+    assert engine.half.has_orders
     (offer,) = engine.orders()[0].offer
     assert offer.final
+    assert not engine.half.has_orders, "the engine may sleep"
     assert engine.half.has_pending_work()
-    assert engine.half.update([released()]).sent == {"r"}
+    assert engine.half.update([released()]).sent == frozenset(), "vLLM has forgotten it"
+    assert [block.ref_cnt for block in blocks] == [0, 0, 0]
     assert not engine.half.has_pending_work()
+
+
+def test_blocks_that_were_offered_chunk_by_chunk_come_back_once() -> None:  # R28
+    engine = Engine(forms=(FULL, STATE))
+    request = prefilling(engine)
+    blocks = [block for group in engine.manager.held["r"] for block in group]
+    request.num_computed_tokens = 16
+    engine.orders()
+    request.num_computed_tokens = 40
+    engine.half.request_finished(request, ([1, 2, 3], [11]), well=True)
+    engine.manager.free("r")
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1, 1]
+    engine.half.update([released()])
+    assert [block.ref_cnt for block in blocks] == [0, 0, 0, 0]
 
 
 def test_only_stored_tokens_of_a_chunk_are_offered() -> None:
@@ -387,10 +408,14 @@ def test_a_prefill_that_ends_otherwise_is_withdrawn() -> None:
     request = prefilling(engine)
     request.num_computed_tokens = 16
     engine.orders()
+    blocks = engine.manager.held["r"][0]
     keep, told = engine.half.request_finished(request, ([1, 2, 3],), well=False)
-    assert (keep, told) == (True, None)
+    assert (keep, told) == (False, None)
+    engine.manager.free("r")
     assert engine.orders()[0].withdraw
-    assert engine.half.update([released()]).sent == {"r"}
+    assert [block.ref_cnt for block in blocks] == [1, 1, 1], "a peer may be reading them"
+    engine.half.update([released()])
+    assert [block.ref_cnt for block in blocks] == [0, 0, 0]
 
 
 def test_the_end_of_the_prompt_is_left_to_decode_once() -> None:  # R32 R33

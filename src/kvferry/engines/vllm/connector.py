@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -31,6 +32,7 @@ from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.records import Orders, RankCard, Reports
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats, of_ended, of_worker
 from kvferry.engines.vllm.versions import check_version
+from kvferry.engines.vllm.wake import find_wake
 from kvferry.engines.vllm.working import VllmWorker
 from kvferry.stats import HandoffStats
 
@@ -87,7 +89,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, ...], RankCard]) -> None:
         """All workers have registered their caches: from here on we can answer peers. Raises ConfigError."""
         cards = sorted(metadata.values(), key=lambda card: card.index)
-        self._engine = start_engine(self._vllm_config, self._kv_cache_config, self._options, cards, vllm.__version__)
+        self._engine = start_engine(
+            self._vllm_config,
+            self._kv_cache_config,
+            self._options,
+            cards,
+            vllm.__version__,
+            find_wake(EngineCoreRequestType),
+        )
         self._cleanup.callback(self._engine.close)
         if self._manager is not None:
             self._engine.scheduler.bind(self._manager)
@@ -145,7 +154,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def has_pending_push_work(self) -> bool:
         """The engine must go on stepping although no request runs."""
-        return self._engine is not None and self._engine.scheduler.has_pending_work()
+        return self._engine is not None and self._engine.has_pending_work()
 
     @property
     def _open(self) -> VllmEngine:

@@ -1,23 +1,24 @@
 """The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
 
-Workers are other processes, and hear of peers with the next step's orders: a transport keeps what a peer sends until it
-is introduced, and whoever waits for an answer keeps the engine stepping.
+Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and ring by it when they
+have something to report: so an engine sleeps while peers read what it has computed.
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
+from kvferry.connector.base import Depart, StepOrders, StepReport
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
 from kvferry.engines.vllm.facts import backoff_tokens, describe
+from kvferry.engines.vllm.mail import Mail
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.reading import group_forms
 from kvferry.engines.vllm.records import RankCard
 from kvferry.engines.vllm.scheduling import Ended, VllmScheduler
+from kvferry.engines.vllm.wake import Wake
 from kvferry.errors import ConfigError
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import make_fit
@@ -36,22 +37,26 @@ logger = logging.getLogger(__name__)
 class VllmEngine:
     """One an engine. `scheduler` is for the engine's thread alone."""
 
-    def __init__(self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: "deque[Introduce | Depart]") -> None:
+    def __init__(self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: Mail, wake: Wake | None) -> None:
         self.scheduler = scheduler
         self._rendezvous = rendezvous
         self._mail = mail
+        self._wake = wake
 
     def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
         """The orders of this step, with the peers that came and went since the last one."""
         orders, doomed = self.scheduler.build_orders(preempted)
-        if self._mail:
-            mail = [self._mail.popleft() for _ in range(len(self._mail))]
-            orders = replace(
-                orders,
-                introduce=tuple(peer for peer in mail if isinstance(peer, Introduce)),
-                depart=tuple(peer for peer in mail if isinstance(peer, Depart)),
-            )
+        came, left = self._mail.take()
+        if came or left:
+            orders = replace(orders, introduce=came, depart=left)
         return orders, doomed
+
+    def has_pending_work(self) -> bool:
+        """The engine must step although no request runs. Not for blocks that a peer may read: the worker rings."""
+        if self.scheduler.has_orders or self._mail.pending:
+            return True
+        # One that is told to end goes when nothing is pending: with the blocks that peers still read.
+        return (self._wake is None or self._wake.ending) and self.scheduler.has_pending_work()
 
     def update(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> Ended:
         """What the workers said."""
@@ -62,12 +67,16 @@ class VllmEngine:
     def close(self) -> None:
         """No socket, no thread remains."""
         self._rendezvous.close()
+        self._mail.close()
 
 
 def start_engine(
-    config: Any, cache_config: Any, options: Options, cards: Sequence[RankCard], version: str
+    config: Any, cache_config: Any, options: Options, cards: Sequence[RankCard], version: str, wake: Wake | None
 ) -> VllmEngine:
-    """Bind the side channel and begin to answer. Raises ConfigError; then nothing is left behind."""
+    """Bind the side channel and begin to answer. Raises ConfigError; then nothing is left behind.
+
+    `wake`: see engines.vllm.wake. None: the engine steps for as long as a hand-off is open.
+    """
     parallel = config.parallel_config
     tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
     if [card.index for card in cards] != list(range(tp * pp)):
@@ -80,12 +89,12 @@ def start_engine(
         for each in zip(*(card.kernel_tokens for card in cards), strict=True)
     ]
     forms = group_forms(cache_config, kernel_tokens)
-    mail: deque[Introduce | Depart] = deque()
+    mail = Mail(wake)
     side_channel = ferry.side_channel
     if side_channel.port:
         # Data-parallel engines of one server are configured alike, and each listens on a port of its own.
         side_channel = replace(side_channel, port=side_channel.port + int(parallel.data_parallel_index))
-    rendezvous = Rendezvous(side_channel, mail.append, mail.append, name=engine_id)
+    rendezvous = Rendezvous(side_channel, mail.tell, mail.tell, name=engine_id)
     try:
         identity = EngineIdentity(
             engine_id,
@@ -138,9 +147,11 @@ def start_engine(
             progress=ferry.transfer.progress and lookahead <= 1,
             group_ids=cache_config.transfer_group_ids,
         )
+        mail.connect([card.line for card in cards])
         rendezvous.start(local)
     except BaseException:
         rendezvous.close()
+        mail.close()
         raise
     logger.info(
         "kvferry ready engine=%s incarnation=%s role=%s mode=%s side_channel=%s:%s ranks=%d",
@@ -152,4 +163,4 @@ def start_engine(
         identity.port,
         len(cards),
     )
-    return VllmEngine(scheduler, rendezvous, mail)
+    return VllmEngine(scheduler, rendezvous, mail, wake)

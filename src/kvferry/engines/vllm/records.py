@@ -28,6 +28,8 @@ class RankCard(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is n
     state_dtypes: tuple[str, ...]
     layer_groups: tuple[tuple[str, int], ...]
     """(canonical layer name, group)."""
+    line: str = ""
+    """Where the scheduler finds this worker's WorkerLine; empty: nowhere."""
 
 
 @dataclass(frozen=True)

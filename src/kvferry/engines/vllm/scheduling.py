@@ -2,7 +2,8 @@
 
 What a request passes here, beside connector.scheduler:
   prefill   TRACKED from its arrival; each computed chunk is offered, its blocks held by a reference of ours, so that a
-            preemption gives them to nobody while a peer reads -> finished -> HELD by vLLM until `released`
+            preemption gives them to nobody while a peer reads -> finished: vLLM forgets the request, and the blocks
+            stay HELD by our references until `released` (a request that vLLM holds for us has it step all the time)
   decode    matched -> allocated (WAITING_FOR_REMOTE_KVS) -> landed: finished_recving
             -> failed, policy recompute: its blocks are taken out of its hands until `released`, and it starts afresh
             -> failed, policy fail: DOOMED, the workers report it as failed, vLLM ends it with an error
@@ -197,16 +198,18 @@ class VllmScheduler:
         stored = request.num_computed_tokens - request.num_in_flight_tokens
         if not tracked.offered < stored < request.num_prompt_tokens:
             return
+        self._touch(tracked, self._full_groups())
+        tracked.offered = stored
         blocks = self._manager.get_blocks(request.request_id)
-        held = [block for index in self._full_groups() for block in blocks.blocks[index]]
-        fresh = held[len(tracked.touched) :] if len(self._full_groups()) == 1 else []
-        if len(self._full_groups()) != 1:
-            known = {id(block) for block in tracked.touched}
-            fresh = [block for block in held if id(block) not in known]
+        self._half.computed(tracked.view, self._tables(blocks.get_block_ids(), stored, CacheKind.FULL), stored)
+
+    def _touch(self, tracked: _Tracked, groups: Iterable[int]) -> None:
+        """A reference of ours to each block of these groups that has none."""
+        blocks = self._manager.get_blocks(tracked.request.request_id).blocks
+        known = {id(block) for block in tracked.touched}
+        fresh = [block for index in groups for block in blocks[index] if id(block) not in known]
         self._manager.block_pool.touch(fresh)
         tracked.touched.extend(fresh)
-        tracked.offered = stored
-        self._half.computed(tracked.view, self._tables(blocks.get_block_ids(), stored, CacheKind.FULL), stored)
 
     def _full_groups(self) -> list[int]:
         """vLLM's indices of the groups that keep every token, and so can be handed over chunk by chunk."""
@@ -243,10 +246,15 @@ class VllmScheduler:
         transfer, params = self._half.request_finished(
             tracked.view, tables, num_tokens, first_token=None, aborted=aborted
         )
-        self._let_go(tracked, None)  # vLLM itself keeps the blocks of a request that we hold
+        handoff = tracked.view.handoff
+        if transfer is not None and handoff is not None and handoff.do_remote_decode:
+            self._touch(tracked, range(len(self._manager.get_blocks(request_id).blocks)))
+            self._let_go(tracked, transfer)
+            return False, _told(params)
+        self._let_go(tracked, None)
         if transfer is None:
             return False, None
-        self._held[transfer] = request_id
+        self._held[transfer] = request_id  # decode: the request waits for its KV, so vLLM keeps its blocks anyway
         return True, _told(params)
 
     # ---- what the workers report
@@ -306,8 +314,13 @@ class VllmScheduler:
         if blocks:
             self._manager.block_pool.free_blocks(reversed(blocks))
 
+    @property
+    def has_orders(self) -> bool:
+        """The workers have something to learn."""
+        return self._half.has_orders or bool(self._tell_doomed)
+
     def has_pending_work(self) -> bool:
-        """The engine must keep stepping: for a peer, or for blocks that come back."""
+        """Something is open: a hand-off, or blocks that come back."""
         return self._half.has_pending_work() or bool(self._loose) or bool(self._tell_doomed)
 
     @property

@@ -2,7 +2,6 @@
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,10 +11,12 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvferry.connector.base import Depart
+from kvferry.connector.base import Depart, Introduce
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
+from kvferry.engines.vllm.line import WorkerLine
 from kvferry.engines.vllm.names import canonical_names
+from kvferry.engines.vllm.news import News
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.packing import HeadPacking, classify, measure
 from kvferry.engines.vllm.reading import RankView, group_forms, layer_kinds, layer_specs, layer_views
@@ -40,7 +41,8 @@ class VllmWorker:
         self._options = options
         self._engine = EngineId(str(config.kv_transfer_config.engine_id))
         self._half: HandoffWorker | None = None
-        self._lost: deque[Depart] = deque()
+        self._line: WorkerLine | None = None
+        self._news = News()
         self._packings: dict[tuple[str, str, int, int], HeadPacking] = {}
         self.card: RankCard | None = None
 
@@ -75,8 +77,11 @@ class VllmWorker:
             settings=self._options.ferry,
             num_ranks=len(told),
             engine_layouts=tuple(decode_layout(body) for _, body in told),
-            on_lost=lambda engine, incarnation, why: self._lost.append(Depart(engine, incarnation, why)),
+            on_lost=self._news.lost,
+            on_report=self._news.report,
         )
+        self._line = WorkerLine(self._hear)
+        self._news.open(self._half.end_step, self._line.ring)
         self.card = RankCard(
             index=view.rank.index,
             incarnation=incarnation,
@@ -93,6 +98,7 @@ class VllmWorker:
                 for piece in v.form.pieces
             ),
             layer_groups=tuple((v.layer, v.group) for v in views),
+            line=self._line.address,
         )
         logger.info(
             "kvferry worker ready engine=%s rank=%d layers=%d groups=%d regions=%d packings=%s",
@@ -107,15 +113,16 @@ class VllmWorker:
     def start(self, orders: Orders) -> None:
         """This step's orders: to the driver at once."""
         if self._half is not None and orders.orders:
+            if self._line is not None:
+                self._line.catch_up()  # these orders may name a peer that came by line
             self._half.start_step(orders.orders)
 
     def end(self) -> Reports | None:
         """What has ended, if anything."""
-        if self._half is None:
-            return None
-        report = self._half.end_step()
-        lost = tuple(self._lost.popleft() for _ in range(len(self._lost)))
-        return Reports((report,) if report else (), lost) if report or lost else None
+        if self._line is not None:
+            self._line.answered()
+        reports, lost = self._news.take()
+        return Reports(reports, lost) if reports or lost else None
 
     def stats(self) -> HandoffStats:
         """Counters since the start."""
@@ -123,8 +130,17 @@ class VllmWorker:
 
     def close(self) -> None:
         """No thread, no registration remains."""
+        if self._line is not None:
+            self._line.close()
         if self._half is not None:
             self._half.close()
+
+    def _hear(self, peer: Introduce | Depart) -> None:
+        assert self._half is not None, "the line is made after the half"
+        if isinstance(peer, Introduce):
+            self._half.introduce(peer)
+        else:
+            self._half.depart(peer)
 
     def _packing_of(self, name: str, spec: Any, tokens: int) -> HeadPacking | None:
         """The CPU backend packs a head's block in the order of its kernels; elsewhere content is token by token."""

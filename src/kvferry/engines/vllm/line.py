@@ -1,0 +1,150 @@
+"""A line of our own between vLLM's scheduler and a worker, past the engine's steps: an idle engine takes none.
+
+Down go peers that were accepted or are gone, at once; up goes a ring, when a worker has something to report. The worker
+binds a socket in a folder that only its user may enter, and its address travels in its RankCard; the folder is gone as
+soon as the scheduler is connected. Where it cannot be reached (a worker on another host, a path that is too long),
+peers travel with the orders of a step, as everything else does.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+
+import msgspec
+
+from kvferry.connector.base import Depart, Introduce
+
+__all__ = ["SchedulerLine", "WorkerLine"]
+
+logger = logging.getLogger(__name__)
+
+_RING = b"!"
+_ENDS = (OSError, EOFError)
+_JOIN_S = 2.0
+
+
+class _Introduced(msgspec.Struct, array_like=True, tag="introduce"):
+    peer: Introduce
+
+
+class _Departed(msgspec.Struct, array_like=True, tag="depart"):
+    peer: Depart
+
+
+_decoder: msgspec.msgpack.Decoder[_Introduced | _Departed] = msgspec.msgpack.Decoder(_Introduced | _Departed)
+
+
+class WorkerLine:
+    """The worker's end. `hear` is called for every peer that comes or goes, on a thread of ours or in `catch_up`."""
+
+    def __init__(self, hear: Callable[[Introduce | Depart], None]) -> None:
+        """Binds, and waits for the scheduler on a thread of its own. Never raises: see `address`."""
+        self._hear = hear
+        self._reading = threading.Lock()
+        self._connection: Connection | None = None
+        self._rung = False
+        self.address = ""
+        """For the scheduler; empty: there is none."""
+        try:
+            listener = Listener(family="AF_UNIX", backlog=1)
+        except OSError as error:
+            logger.info("no line between scheduler and worker cause=%s", error)
+            return
+        self.address = str(listener.address)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="kvferry-line", daemon=True)
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """The scheduler has come."""
+        return self._connection is not None
+
+    def catch_up(self) -> None:
+        """Hear at once what was sent before now: whatever the scheduler has decided since knows of these peers."""
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(*_ENDS):
+                self._read(connection)
+
+    def ring(self) -> None:
+        """There is something to report. Never blocks: one ring goes out, and the next after `answered`."""
+        connection = self._connection
+        if connection is not None and not self._rung:
+            self._rung = True
+            with contextlib.suppress(*_ENDS):
+                connection.send_bytes(_RING)
+
+    def answered(self) -> None:
+        """A step is about to take what there is to report."""
+        self._rung = False
+
+    def close(self) -> None:
+        """No socket, no thread remains. Idempotent."""
+        if not self.address:
+            return
+        if self._connection is None:
+            with contextlib.suppress(*_ENDS):
+                Client(self.address, family="AF_UNIX").close()  # the thread waits for a scheduler that never came
+        else:
+            _hang_up(self._connection)
+        self._thread.join(_JOIN_S)
+
+    def _run(self, listener: Listener) -> None:
+        try:
+            with listener:
+                connection = self._connection = listener.accept()
+            with connection:
+                while True:
+                    connection.poll(None)
+                    self._read(connection)
+        except _ENDS:
+            logger.debug("the line to the scheduler has ended")
+
+    def _read(self, connection: Connection) -> None:
+        """All that is there. One thread at a time, so that peers come and go in the order in which they were sent."""
+        with self._reading:
+            while connection.poll(0):
+                self._hear(_decoder.decode(connection.recv_bytes()).peer)
+
+
+class SchedulerLine:
+    """The scheduler's end. `rung` is called on a thread of ours when the worker has something to report."""
+
+    def __init__(self, address: str, rung: Callable[[], None]) -> None:
+        """Raises OSError where nobody can be reached."""
+        if not address:
+            raise OSError("a worker has none")
+        self._connection = Client(address, family="AF_UNIX")
+        self._sending = threading.Lock()
+        self._rung = rung
+        self._thread = threading.Thread(target=self._run, name="kvferry-line", daemon=True)
+        self._thread.start()
+
+    def tell(self, peer: Introduce | Depart) -> None:
+        """Once it returns, a `catch_up` of the worker hears of it. Blocks only for a worker that stands still."""
+        told = _Introduced(peer) if isinstance(peer, Introduce) else _Departed(peer)
+        with self._sending, contextlib.suppress(*_ENDS):  # a worker that is gone has taken its engine with it
+            self._connection.send_bytes(msgspec.msgpack.encode(told))
+
+    def close(self) -> None:
+        """No socket, no thread remains. Idempotent."""
+        _hang_up(self._connection)
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            with self._connection:
+                while self._connection.recv_bytes():
+                    self._rung()
+        except _ENDS:
+            logger.debug("the line to a worker has ended")
+
+
+def _hang_up(connection: Connection) -> None:
+    """Both ends find that it is over. A descriptor that a thread still reads from must not be closed under it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,74 @@
+"""What the scheduler's process has for the workers beside orders, and what makes it step although no request runs.
+
+Peers come and go on the side channel's thread. They go to the workers by line, where every worker has one; else they
+wait for the next step, for which the engine is woken. A worker that has news rings, and the engine is woken for it.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvferry.connector.base import Depart, Introduce
+from kvferry.engines.vllm.line import SchedulerLine
+
+__all__ = ["Mail"]
+
+logger = logging.getLogger(__name__)
+
+
+class Mail:
+    """One an engine. `tell` may be called from any thread, everything else on the engine's."""
+
+    def __init__(self, wake: Callable[[], None] | None) -> None:
+        """`wake`: see engines.vllm.wake. None: an idle engine hears of nothing until it steps."""
+        self._wake = wake or (lambda: None)
+        self._waiting: deque[Introduce | Depart] = deque()
+        self._lines: tuple[SchedulerLine, ...] = ()
+        self._sending = threading.Lock()
+        self._rung = False
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """To every worker, or to none: peers that came by two ways would come in two orders."""
+        lines: list[SchedulerLine] = []
+        try:
+            lines.extend(SchedulerLine(address, self._ring) for address in addresses)
+        except OSError as error:
+            logger.info("peers reach the workers with the engine's steps: no line to them cause=%s", error)
+            for line in lines:
+                line.close()
+            return
+        self._lines = tuple(lines)
+
+    def tell(self, peer: Introduce | Depart) -> None:
+        """Every worker will hear of it before it hears of any order that was made after this call."""
+        with self._sending:
+            if self._lines:
+                for line in self._lines:
+                    line.tell(peer)
+                return
+            self._waiting.append(peer)
+        self._wake()
+
+    def take(self) -> tuple[tuple[Introduce, ...], tuple[Depart, ...]]:
+        """For the orders of a step that is being made now: who came, who left."""
+        self._rung = False
+        if not self._waiting:
+            return (), ()
+        mail = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        came = tuple(peer for peer in mail if isinstance(peer, Introduce))
+        return came, tuple(peer for peer in mail if isinstance(peer, Depart))
+
+    @property
+    def pending(self) -> bool:
+        """A step is needed: for what waits here, or for a worker's news."""
+        return self._rung or bool(self._waiting)
+
+    def close(self) -> None:
+        """No socket, no thread remains. Idempotent."""
+        for line in self._lines:
+            line.close()
+
+    def _ring(self) -> None:
+        self._rung = True
+        self._wake()

@@ -1,0 +1,45 @@
+"""How to wake vLLM's engine when it is idle: it sleeps on the queue of what its clients ask.
+
+vLLM has no hook for it, and the other way, to call work pending for as long as a peer may read, has it step a thousand
+times a second. So the engine core is looked up where it makes its connector: it is the `self` of a caller. One without
+a queue (in the caller's own process), or of a release that differs, is not woken; then work is pending as before.
+"""
+
+import queue
+import sys
+from types import FrameType
+from typing import Any
+
+__all__ = ["Wake", "find_wake"]
+
+
+class Wake:
+    """Of one engine core."""
+
+    def __init__(self, core: Any, word: Any) -> None:
+        self._core = core
+        self._word = word
+
+    def __call__(self) -> None:
+        """An idle engine asks once whether work is pending. From any thread; never blocks."""
+        self._core.input_queue.put_nowait((self._word, None))
+
+    @property
+    def ending(self) -> bool:
+        """The engine was told to end: it goes as soon as no work is pending."""
+        return getattr(getattr(self._core, "shutdown_state", None), "name", "RUNNING") != "RUNNING"
+
+
+def find_wake(request_type: Any) -> Wake | None:
+    """To be called while the engine core is made, on its thread. `request_type`: vLLM's EngineCoreRequestType.
+
+    None: this engine cannot be woken.
+    """
+    word = getattr(request_type, "WAKEUP", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and word is not None:
+        core = frame.f_locals.get("self")
+        if isinstance(getattr(core, "input_queue", None), queue.Queue):
+            return Wake(core, word)
+        frame = frame.f_back
+    return None

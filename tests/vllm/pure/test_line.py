@@ -1,0 +1,161 @@
+"""The line between vLLM's scheduler and its workers, over its real sockets."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvferry.connector.base import Depart, Introduce
+from kvferry.engines.vllm.line import SchedulerLine, WorkerLine
+from kvferry.engines.vllm.mail import Mail
+from kvferry.ids import EngineId, Incarnation
+
+WAIT_S = 10.0
+
+
+def came(name: str = "p", size: int = 10) -> Introduce:
+    return Introduce(EngineId(name), Incarnation("1"), bytes(size))
+
+
+def left(name: str = "p") -> Depart:
+    return Depart(EngineId(name), Incarnation("1"), "it is gone")
+
+
+class Worker:
+    """A worker's end that remembers what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Introduce | Depart] = []
+        self.changed = threading.Condition()
+        self.line = WorkerLine(self.hear)
+
+    def hear(self, peer: Introduce | Depart) -> None:
+        with self.changed:
+            self.heard.append(peer)
+            self.changed.notify_all()
+
+    def wait_heard(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: len(self.heard) >= count, WAIT_S)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    one = Worker()
+    yield one
+    one.line.close()
+
+
+@pytest.fixture
+def mail() -> Iterator[Mail]:
+    one = Mail(None)
+    yield one
+    one.close()
+
+
+def num_lines() -> int:
+    return sum(thread.name == "kvferry-line" for thread in threading.enumerate())
+
+
+def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: Mail) -> None:
+    mail.connect([worker.line.address])
+    mail.tell(came(size=1 << 20))
+    mail.tell(left())
+    assert worker.wait_heard(2)
+    assert worker.heard == [came(size=1 << 20), left()]
+    assert mail.take() == ((), ())
+    assert not mail.pending, "the engine need not step for them"
+
+
+def test_what_was_sent_before_a_step_is_heard_before_its_orders(mail: Mail) -> None:
+    """Whatever thread reads: an order that names a peer must find it known."""
+    workers = [Worker() for _ in range(2)]
+    try:
+        mail.connect([one.line.address for one in workers])
+        for one in workers:
+            assert WorkerLineReady(one).wait()
+        for count in range(1, 200):
+            mail.tell(came(f"p{count}"))
+            for one in workers:
+                one.line.catch_up()
+                assert len(one.heard) == count
+        assert [peer.engine for peer in workers[0].heard] == [f"p{i}" for i in range(1, 200)]
+    finally:
+        for one in workers:
+            one.line.close()
+
+
+class WorkerLineReady:
+    """The scheduler is connected before it tells anybody anything; the worker's thread may still be at its accept."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def wait(self) -> bool:
+        pause = threading.Event()
+        for _ in range(1000):
+            if self._worker.line.connected:
+                return True
+            pause.wait(WAIT_S / 1000)
+        return False
+
+
+def test_news_wake_the_engine_once_until_it_steps(worker: Worker) -> None:
+    rung = threading.Semaphore(0)
+    mail = Mail(rung.release)
+    mail.connect([worker.line.address])
+    assert WorkerLineReady(worker).wait()
+    for _ in range(5):
+        worker.line.ring()
+    assert rung.acquire(timeout=WAIT_S)
+    assert mail.pending
+    assert not rung.acquire(timeout=0.05), "one ring says it all"
+    mail.take()
+    assert not mail.pending
+    worker.line.answered()
+    worker.line.ring()
+    assert rung.acquire(timeout=WAIT_S)
+    mail.close()
+
+
+@pytest.mark.parametrize("addresses", [[""], ["missing"], ["there", "missing"]])
+def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addresses: list[str], tmp_path: Path) -> None:
+    woken: list[None] = []
+    mail = Mail(lambda: woken.append(None))
+    paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.line.address}
+    mail.connect([paths[one] for one in addresses])
+    mail.tell(came())
+    mail.tell(left("q"))
+    assert mail.pending
+    assert len(woken) == 2
+    assert mail.take() == ((came(),), (left("q"),))
+    assert not mail.pending
+    assert not worker.heard
+    mail.close()
+
+
+def test_nothing_is_left_of_a_line() -> None:
+    before = num_lines()
+    worker = Worker()
+    address = Path(worker.line.address)
+    assert address.parent.stat().st_mode & 0o077 == 0, "only its user may knock"
+    end = SchedulerLine(str(address), lambda: None)
+    assert WorkerLineReady(worker).wait()
+    assert not address.exists(), "nobody else can come"
+    end.close()
+    worker.line.close()
+    never = WorkerLine(worker.hear)
+    never.close()
+    assert num_lines() == before
+
+
+def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
+    end = SchedulerLine(worker.line.address, lambda: None)
+    assert WorkerLineReady(worker).wait()
+    worker.line.close()
+    for _ in range(3):
+        end.tell(came())
+    end.close()
+    worker.line.ring()
+    worker.line.catch_up()
