@@ -3,6 +3,8 @@
 Still no I/O: the driver and the simulator feed it the same events, and carry out the same actions.
 """
 
+from dataclasses import replace
+
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
 from kvferry.handoff.decode import DecodeMachine
 from kvferry.handoff.leases import first_of
@@ -10,6 +12,7 @@ from kvferry.handoff.orders import StepOrders, StepReport
 from kvferry.handoff.prefill import PrefillMachine
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.settings import FerrySettings
+from kvferry.stats import HandoffStats
 from kvferry.wire.handoff_messages import (
     Claim,
     Confirm,
@@ -50,6 +53,7 @@ class RankCore:
             settings, decode_ports, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix
         )
         self.num_stale = 0
+        self._ended = HandoffStats()
         self._actions: list[Action] = []
 
     # ---- peers
@@ -215,7 +219,25 @@ class RankCore:
         )
         for done in (decode.landed, decode.failed, decode.released, prefill.released, prefill.taken):
             done.clear()
+        ended = self._ended
+        self._ended = replace(
+            ended,
+            landed=ended.landed + len(report.landed),
+            failed=ended.failed + len(report.failed),
+            bytes=ended.bytes + sum(landed.num_bytes for landed in report.landed),
+            transfer_s=ended.transfer_s + sum(landed.transfer_s for landed in report.landed),
+        )
         return report
+
+    def stats(self) -> HandoffStats:
+        """What has ended since the start, and what is open now."""
+        return replace(
+            self._ended,
+            open_grants=self.prefill.num_open,
+            quarantined_blocks=self.decode.quarantined_blocks,
+            expired_leases=self.prefill.num_expired + self.decode.num_expired,
+            peers=self.num_peers,
+        )
 
     @property
     def idle(self) -> bool:

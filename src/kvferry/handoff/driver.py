@@ -9,16 +9,18 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
-from kvferry.handoff.actions import Disconnect, Peer, Post, Send
+from kvferry.handoff.actions import Disconnect, Peer, Post, PostId, Send
 from kvferry.handoff.core import RankCore
 from kvferry.handoff.digest import CacheMemory, DramMemory
+from kvferry.handoff.doorbell import Doorbell
 from kvferry.handoff.links import Link, layouts_of, make_links
 from kvferry.handoff.mover import DirectMover, Moved, Mover
 from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport, merged
+from kvferry.handoff.pace import pause_s
 from kvferry.handoff.ports import LinkPorts
 from kvferry.handoff.presence import GONE_AFTER_S, Presence
 from kvferry.ids import EngineId, Incarnation, PeerName
@@ -26,7 +28,7 @@ from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Received, Transport
-from kvferry.wire.handoff_messages import Fragment, Reassembly, decode_message, frames
+from kvferry.wire.handoff_messages import Fragment, Reassembly, Renew, RenewAck, decode_message, frames, with_bell
 from kvferry.wire.hello import decode_hello
 
 __all__ = ["Driver"]
@@ -105,13 +107,14 @@ class Driver:
             num_ranks=num_ranks,
             whole_prefix=all(group.kind is CacheKind.FULL for group in layout.groups),
         )
-        self._on_lost = on_lost
-        self._on_report = on_report or (lambda: None)
+        self._on_lost, self._on_report = on_lost, on_report or (lambda: None)
         self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
         self._presence = Presence(self._gone_after_s, self._core.greet)
         self._orders: deque[StepOrders] = deque()
         self._reports: deque[StepReport] = deque()
-        self._wake = threading.Event()
+        self._bell, self._host = Doorbell(), settings.side_channel.host
+        self._writing: dict[PostId, PeerName] = {}
+        """Posts behind whose last byte a message goes."""
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._drain = False
@@ -124,11 +127,8 @@ class Driver:
         self._pieces: dict[PeerName, Reassembly] = {}
         self._busy_until_s = 0.0
         self._stats = HandoffStats()
-        self._refused_peers = 0
-        self._landed = self._failed = self._bytes = 0
-        self._transfer_s = 0.0
+        self._refused_peers = self._malformed = 0
         self._idle = True
-        self._malformed = 0
 
     # ---- any thread
 
@@ -149,13 +149,18 @@ class Driver:
         """Queue what the scheduler half says. Never blocks, never raises."""
         if orders:
             self._orders.append(orders)
-            self._wake.set()
+            self._bell.wake()
 
     def collect(self) -> StepReport:
         """What has ended since the last call."""
         if not self._reports:
             return _NOTHING
         return merged([self._reports.popleft() for _ in range(len(self._reports))])
+
+    @property
+    def has_report(self) -> bool:
+        """`collect` has something."""
+        return bool(self._reports)
 
     def stats(self) -> HandoffStats:
         """Counters since the start, as of a moment ago."""
@@ -164,7 +169,7 @@ class Driver:
     def drain(self) -> None:
         """Take on nothing that is not open already. `drained` says when all has ended."""
         self._drain = True
-        self._wake.set()
+        self._bell.wake()
 
     @property
     def drained(self) -> bool:
@@ -174,12 +179,13 @@ class Driver:
     def close(self) -> None:
         """End every hand-off, tell the peers, stop the thread, close the transport. Idempotent; blocks for moments."""
         self._stop.set()
-        self._wake.set()
+        self._bell.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
             if self._thread.is_alive():
                 logger.warning("driver thread does not end thread=%s after_s=%g", self._thread.name, _CLOSE_S)
         self._transport.close()
+        self._bell.close()
 
     # ---- the driver's thread
 
@@ -187,6 +193,7 @@ class Driver:
         try:
             self._transport.register(self._regions, self._owners)
             self._metadata = self._transport.metadata()
+            self._bell.open(self._host)
         except FerryError as error:
             self._start_error = error
             return
@@ -288,6 +295,7 @@ class Driver:
             self._pieces.pop(link.name, None)
             self._away.pop(link.name, None)
             self._presence.forget(link.name)
+            self._bell.forget(link.name)
 
     def _miss(self, names: Sequence[PeerName], why: str, now_s: float) -> None:
         """These are gone for good, each with its whole engine: no hand-off does without a rank."""
@@ -343,12 +351,17 @@ class Driver:
             logger.log(level, "message ignored peer=%s cause=%s", received.peer, error)
             return
         self._away.pop(received.peer, None)
-        if received.peer in self._links:
+        self._bell.arrived()
+        if (link := self._links.get(received.peer)) is not None:
             self._presence.heard(received.peer)
+            if isinstance(message, Renew | RenewAck):
+                self._bell.learn(link.name, link.host, message.bell_port, message.bell)
         self._core.message(received.peer, message, now_s)
 
     def _ended(self, moved: Moved | None, now_s: float) -> None:
         if moved is not None:
+            if (peer := self._writing.pop(moved.post, None)) is not None:
+                self._bell.ring(peer)
             self._core.completed(moved.post, moved.error, now_s, num_bytes=moved.num_bytes, num_runs=moved.num_runs)
 
     def _act(self) -> bool:
@@ -372,11 +385,14 @@ class Driver:
         return did
 
     def _send(self, action: Send) -> None:
-        peer = action.peer
+        peer, message = action.peer, action.message
+        if isinstance(message, Renew | RenewAck) and not message.seq and self._bell.port:
+            message = with_bell(message, self._bell.port, self._bell.token)  # the first thing that each tells the other
         try:
             if self._connect(peer):
-                for frame in frames(action.message):
+                for frame in frames(message):
                     self._transport.send(peer.name, frame)
+                self._bell.ring(peer.name)
         except (PeerLost, TransferError) as error:
             self._lost(peer, str(error), dead=isinstance(error, PeerLost))
 
@@ -440,6 +456,8 @@ class Driver:
         if now_s > post.not_after_s:
             self._core.completed(post.post, None, now_s, started=False)
             return
+        if post.message is not None:
+            self._writing[post.post] = peer.name
         moved = self._mover.start(post, self._links[peer.name])
         if moved is not None:
             self._ended(moved, self._clock.now_s())
@@ -448,44 +466,27 @@ class Driver:
 
     def _report(self) -> None:
         core = self._core
-        report = core.take_report()
-        if report is not None:
-            self._landed += len(report.landed)
-            self._failed += len(report.failed)
-            self._bytes += sum(landed.num_bytes for landed in report.landed)
-            self._transfer_s += sum(landed.transfer_s for landed in report.landed)
+        if (report := core.take_report()) is not None:
             self._reports.append(report)
         self._idle = core.idle and not self._posts
-        self._stats = HandoffStats(
-            landed=self._landed,
-            failed=self._failed,
-            bytes=self._bytes,
-            transfer_s=self._transfer_s,
-            open_grants=core.prefill.num_open,
-            quarantined_blocks=core.decode.quarantined_blocks,
-            expired_leases=core.prefill.num_expired + core.decode.num_expired,
-            peers=core.num_peers,
-            refused_peers=self._refused_peers,
-        )
+        self._stats = replace(core.stats(), refused_peers=self._refused_peers)
         self._on_report()
 
     def _wait(self) -> None:
-        """Sleep while nothing can be missed. A submit wakes us; messages and completions must be polled for.
-
-        Each look takes the interpreter lock from the thread that runs the model: so not often where nobody waits.
-        """
-        now_s = self._clock.now_s()
-        if self._mover.num_in_flight or self._posts:
-            pause_s = 0.0001
-        elif now_s < self._busy_until_s and self._core.awaited:
-            pause_s = 0.0003
-        elif self._links:
-            # Blocks that are kept for somebody who has not come are no hurry; a receive of ours is.
-            pause_s = 0.001 if self._core.decode.num_open else 0.01 if self._core.idle else 0.002
-        else:
-            pause_s = 0.05
-        self._wake.wait(pause_s)
-        self._wake.clear()
+        """Sleep while nothing can be missed. A submit wakes us, and so does a peer that rings; else we look."""
+        now_s, core, bell = self._clock.now_s(), self._core, self._bell
+        longest_s = pause_s(
+            now_s,
+            in_flight=bool(self._mover.num_in_flight or self._posts),
+            expecting=bell.expecting(now_s),
+            all_ring=bell.all_ring(len(self._links)),
+            awaited=now_s < self._busy_until_s and core.awaited,
+            receiving=bool(core.decode.num_open),
+            idle=core.idle,
+            has_peers=bool(self._links),
+            due_s=core.next_deadline_s(),
+        )
+        bell.wait(longest_s, self._clock)
 
     def _say_goodbye(self) -> None:
         try:

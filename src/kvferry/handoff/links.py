@@ -6,6 +6,7 @@ from functools import cached_property
 from math import lcm, prod
 
 from kvferry.errors import MalformedMessage
+from kvferry.handoff.doorbell import numeric
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.layout.pairing import Edge, pair
@@ -89,6 +90,8 @@ class Link:
     """What we get from it, as decode; None: nothing."""
     outward: Flow | None
     """What it gets from us, as prefill."""
+    host: str = ""
+    """The numeric address of its side channel, where it may be rung; "": it did not tell one."""
 
 
 def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
@@ -129,6 +132,7 @@ def make_links(
             regions=layouts[index].regions,
             inward=inward.get(index),
             outward=outward.get(index),
+            host=numeric(hello.host),
         )
         for index, rank in enumerate(hello.ranks)
     ]

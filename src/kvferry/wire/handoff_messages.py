@@ -44,6 +44,7 @@ __all__ = [
     "from_wire",
     "readdressed",
     "to_wire",
+    "with_bell",
     "with_size",
 ]
 
@@ -66,6 +67,8 @@ _Ttl = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
 _Note = Annotated[bytes, msgspec.Meta(max_length=MAX_NOTE_BYTES)]
 _Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
 _BlockIds = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...], msgspec.Meta(max_length=1 << 20)]
+_BellPort = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+_Bell = Annotated[bytes, msgspec.Meta(max_length=16)]
 _Renewed = Annotated[tuple[_Id, ...], msgspec.Meta(max_length=MAX_RENEWED)]
 
 
@@ -185,6 +188,9 @@ class Renew(_Message, frozen=True, kw_only=True, gc=False, tag="renew"):
     seq: _Seq
     from_decode: bool
     transfers: _Renewed
+    bell_port: _BellPort = 0
+    """Where to send `bell` as a datagram when you have sent a message, at the host of our side channel; 0: nowhere."""
+    bell: _Bell = b""
 
 
 class RenewAck(_Message, frozen=True, kw_only=True, gc=False, tag="renewed"):
@@ -193,6 +199,9 @@ class RenewAck(_Message, frozen=True, kw_only=True, gc=False, tag="renewed"):
     seq: _Seq
     to_decode: bool
     ended: _Renewed = ()
+    bell_port: _BellPort = 0
+    """See Renew."""
+    bell: _Bell = b""
 
 
 class Fragment(_Message, frozen=True, kw_only=True, gc=False, tag="part"):
@@ -223,6 +232,11 @@ def from_wire(tables: Sequence[WireTable]) -> tuple[BlockTable, ...]:
 def with_size(message: Wrote, num_bytes: int, num_runs: int) -> Wrote:
     """The same, with what the part took; known only when it was planned."""
     return msgspec.structs.replace(message, num_bytes=num_bytes, num_runs=num_runs)
+
+
+def with_bell(message: Renew | RenewAck, port: int, bell: bytes) -> Renew | RenewAck:
+    """The same, with where its sender can be rung."""
+    return msgspec.structs.replace(message, bell_port=port, bell=bell)
 
 
 def readdressed(message: Message, to: str) -> Message:

@@ -2,12 +2,13 @@
 
 One step, in order (see `Engine.step`):
 
-1. what became of hand-offs: landed requests run, failed ones start again, blocks come back
+1. what the connector's worker halves have done is fetched: landed requests run, failed ones start again, blocks come
+   back
 2. the scheduler plans: who runs, how many tokens each, in which blocks
 3. the plan, and the connector's orders to its worker halves, go to the executor: one rank here, or many processes
 4. the logits of the oldest step on its way come back; a token is chosen for each request that has got that far
 5. books are kept: progress, prefix cache, answers, ends
-6. what the connector's worker halves have done is fetched, for the next step
+6. what prefill hands over goes to the worker halves
 
 With pipeline stages, 2 and 3 are repeated until every stage has something to do: so many steps are on their way at
 once, of different requests.
@@ -23,7 +24,7 @@ from dataclasses import replace
 import torch
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders, StepReport
+from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
 from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.blocks import BlockManager
@@ -85,7 +86,6 @@ class Engine:
             self._eos = frozenset((model.tokenizer.eos_token_id,))
         self._requests: dict[RequestId, Request] = {}
         self._number = 0
-        self._reports: tuple[StepReport, ...] = ()
         self._unclean: list[int] = []
         """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
         self._ended: list[Output] = []
@@ -107,7 +107,7 @@ class Engine:
         card = self._drafter
         self._speculation: Speculation | None = None
         if card is not None:
-            self._speculation = Speculation(card, executor, max_model_len=self.max_model_len)
+            self._speculation = Speculation(card, executor, max_model_len=self.max_model_len, seed_of=self._seed)
         modules = card.speculative.num_modules if card else 0
         self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
         self.scheduler = Scheduler(
@@ -187,7 +187,7 @@ class Engine:
     def has_work(self) -> bool:
         """Stepping has a point."""
         return bool(self._requests or self._ended or self._down or self.executor.has_news) or (
-            self._connector is not None and (bool(self._reports) or self._connector.has_pending_work())
+            self._connector is not None and self._connector.has_pending_work()
         )
 
     def close(self) -> None:
@@ -214,13 +214,16 @@ class Engine:
         return outputs
 
     def _step(self, outputs: list[Output]) -> None:
+        reports = self.executor.reports()
         if self._connector is not None:
-            self._settle(self._connector.update(self._reports), outputs)
+            self._settle(self._connector.update(reports), outputs)
         while len(self._in_flight) < self.executor.depth and self._submit(outputs):
             pass
         if self._in_flight:
             self._collect(self._in_flight.popleft(), outputs)
-        self._reports = self.executor.reports()
+        if self._connector is not None and any(output.handoff is not None for output in outputs):
+            # Not with the next step: before it the answer goes to the client, and that takes the interpreter lock.
+            self.executor.submit(StepInput(()), self._connector.build_orders())
 
     def _submit(self, outputs: list[Output]) -> bool:
         """Plan a step and send it on its way. False: there was nothing to compute."""
@@ -302,15 +305,17 @@ class Engine:
         if all(not share.drafts for share in ready):
             chosen = [[one] for one in choose(logits, rows)]
         else:
-            chosen = verify(logits, rows, [share.drafts for share in ready])
+            assert self._speculation is not None, "only speculation makes drafts"
+            chosen = verify(logits, rows, [share.drafts for share in ready], self._speculation.odds(ready))
         return {share.request: tokens for share, tokens in zip(ready, chosen, strict=True)}
 
     def _row(self, request: Request) -> Row:
-        seed = request.sampling.seed
-        if seed is None:
-            seed = int(uniform(self.settings.seed, request.number) * 2**53)
         answer = request.tokens[request.num_prompt_tokens :]
-        return Row(request.sampling, seed, request.spec.prompt_token_ids, answer, self._eos)
+        return Row(request.sampling, self._seed(request), request.spec.prompt_token_ids, answer, self._eos)
+
+    def _seed(self, request: Request) -> int:
+        seed = request.sampling.seed
+        return int(uniform(self.settings.seed, request.number) * 2**53) if seed is None else seed
 
     def _keep_books(self, shares: Sequence[Share], chosen: dict[Request, list[Chosen]]) -> list[Note]:
         """The KV of these shares is stored; that of drafts which fell is not the request's."""
@@ -428,7 +433,7 @@ class Engine:
             outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=told))
         self._requests.clear()
         self._in_flight.clear()
-        self._reports, self._unclean = (), []
+        self._unclean = []
         self._down = True
         self.executor.close()
 

@@ -217,6 +217,7 @@ class LocalExecutor:
         self._rank = Rank(network, cache, worker, drafter=drafter)
         self._outcomes: deque[StepOutcome] = deque()
         self._layouts: tuple[CacheLayout, ...] = ()
+        self._wake: Callable[[], None] = lambda: None
 
     @property
     def num_blocks(self) -> int:
@@ -249,11 +250,17 @@ class LocalExecutor:
 
     @property
     def has_news(self) -> bool:
-        """See Executor. Nobody knows: look once a step."""
-        return False
+        """See Executor."""
+        return self._handoffs is not None and self._handoffs.has_report
 
     def on_news(self, wake: Callable[[], None]) -> None:
-        """See Executor. Nobody calls it."""
+        """See Executor."""
+        self._wake = wake
+
+    def _tell(self) -> None:
+        """On the driver's thread, which calls it also where there is nothing but other numbers."""
+        if self.has_news:
+            self._wake()
 
     def close(self) -> None:
         """See Executor."""
@@ -281,6 +288,7 @@ class LocalExecutor:
             incarnation=connector.incarnation,
             settings=connector.settings,
             on_lost=on_peer_lost,
+            on_report=self._tell,
         )
 
     def _connected(self) -> HandoffWorker:
