@@ -24,6 +24,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -31,10 +32,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.cli.bench_vllm_models import make_model
-from kvferry.connector.base import Failed, Landed, StepReport
+from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.engines.vllm.cache import AttentionForm, LayerView, Memory, describe_cache
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.groups import GroupForm
+from kvferry.engines.vllm.line import WorkerLine
 from kvferry.engines.vllm.packing import classify, measure
 from kvferry.engines.vllm.records import RankCard, Reports
 from kvferry.ids import RequestId, TransferId
@@ -42,6 +44,7 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.layout.builders import Heads
 from kvferry.layout.description import CacheKind, Rank
 from kvferry.wire.layout_codec import encode_layout
+from tests.vllm.servers import poll_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -60,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "llama", num_hidden_layers=1)
 
 
-def a_card() -> RankCard:
+def a_card(line: str = "") -> RankCard:
     """What a worker would tell: one layer, 2 heads of 32."""
     block = 2 * BLOCK * 2 * 32 * 4
     view = LayerView(
@@ -89,6 +92,7 @@ def a_card() -> RankCard:
         (),
         (),
         (("layers.0.attn", 0),),
+        line,
     )
 
 
@@ -96,7 +100,15 @@ class Engine:
     """vLLM's scheduler, and what a test says that the workers did."""
 
     def __init__(
-        self, model: Path, role: str, name: str, *, mode: str = "pull", policy: str = "fail", queued: bool = True
+        self,
+        model: Path,
+        role: str,
+        name: str,
+        *,
+        mode: str = "pull",
+        policy: str = "fail",
+        queued: bool = True,
+        line: str = "",
     ) -> None:
         # As in vLLM's engine core: there when the connector is made.
         self.input_queue: queue.Queue[Any] | None = queue.Queue() if queued else None
@@ -135,7 +147,7 @@ class Engine:
         )
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, KVFerryConnector)
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): a_card()})
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): a_card(line)})
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.free = self.num_free
@@ -177,7 +189,6 @@ class Engine:
 
     def until(self, request: Request, status: RequestStatus) -> None:
         """Step until a request has this status: a handshake takes some steps."""
-        from tests.vllm.servers import poll_until
 
         def there() -> bool:
             self.step()
@@ -255,6 +266,60 @@ def test_an_engine_that_was_told_to_end_waits_for_its_peers(prefill: Engine) -> 
     assert prefill.scheduler.has_requests()
     prefill.step(released(params))
     assert not prefill.scheduler.has_requests()
+
+
+@pytest.fixture
+def told() -> list[StepOrders]:
+    """What the worker hears by line."""
+    return []
+
+
+@pytest.fixture
+def line(told: list[StepOrders]) -> Iterator[WorkerLine]:
+    one = WorkerLine(told.append)
+    yield one
+    one.close()
+
+
+def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerLine, told: list[StepOrders]) -> None:
+    prefill = Engine(model, "kv_producer", "p", line=line.address)
+    orders: list[StepOrders] = []
+    other = WorkerLine(orders.append)
+    decode = Engine(model, "kv_consumer", "d", line=other.address)
+    try:
+        params = prefilled(prefill)
+        line.catch_up()
+        assert [offer.final for one in told for offer in one.offer] == [True], "in the step that computed it"
+        request = decode.add("d1", 40, params)
+        decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+        other.catch_up()
+        assert orders[0].introduce, "who it is, before what is wanted of it"
+        assert [want.wanted for one in orders for want in one.want] == [TokenRange(0, 40)]
+        assert not decode.last.kv_connector_metadata.orders
+        line.catch_up()
+        assert any(one.introduce for one in told), "an idle prefill hears of decode at once"
+    finally:
+        prefill.close()
+        decode.close()
+        other.close()
+
+
+def test_a_ring_has_an_idle_engine_step_once(model: Path, line: WorkerLine) -> None:  # R25
+    engine = Engine(model, "kv_producer", "p", line=line.address)
+    try:
+        params = prefilled(engine)
+        engine.step()
+        assert not engine.scheduler.has_requests()
+        assert poll_until(lambda: line.connected, 10.0, every_s=0.01) >= 0
+        line.ring()
+        assert engine.input_queue is not None
+        assert engine.input_queue.get(timeout=10.0)[0] is EngineCoreRequestType.WAKEUP
+        assert engine.scheduler.has_requests()
+        engine.step(released(params))
+        assert engine.num_free == engine.free
+        assert not engine.scheduler.has_requests()
+    finally:
+        engine.close()
 
 
 def test_an_engine_that_cannot_be_woken_steps_while_blocks_are_out(model: Path) -> None:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.base import Depart, Introduce
+from kvferry.connector.base import Depart, Introduce, StepOrders
 from kvferry.engines.vllm.line import SchedulerLine, WorkerLine
 from kvferry.engines.vllm.mail import Mail
-from kvferry.ids import EngineId, Incarnation
+from kvferry.handoff.orders import Want
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
+from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.settings import TransferMode
 
 WAIT_S = 10.0
 
@@ -26,18 +29,22 @@ class Worker:
     """A worker's end that remembers what it hears."""
 
     def __init__(self) -> None:
-        self.heard: list[Introduce | Depart] = []
+        self.orders: list[StepOrders] = []
         self.changed = threading.Condition()
         self.line = WorkerLine(self.hear)
 
-    def hear(self, peer: Introduce | Depart) -> None:
+    def hear(self, orders: StepOrders) -> None:
         with self.changed:
-            self.heard.append(peer)
+            self.orders.append(orders)
             self.changed.notify_all()
+
+    @property
+    def heard(self) -> list[Introduce | Depart]:
+        return [peer for one in self.orders for peer in (*one.introduce, *one.depart)]
 
     def wait_heard(self, count: int) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: len(self.heard) >= count, WAIT_S)
+            return self.changed.wait_for(lambda: len(self.orders) >= count, WAIT_S)
 
 
 @pytest.fixture
@@ -101,6 +108,31 @@ class WorkerLineReady:
         return False
 
 
+def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Mail) -> None:
+    assert not mail.connected
+    mail.connect([worker.line.address])
+    assert mail.connected
+    table = BlockTable(0, 16, (7, 8))
+    want = Want(
+        transfer=TransferId("t"),
+        request=RequestId("r"),
+        engine=EngineId("p"),
+        incarnation=Incarnation("1"),
+        mode=TransferMode.PULL,
+        tables=(table,),
+        wanted=TokenRange(16, 40),
+        deadline_s=60.0,
+    )
+    mail.tell(came())
+    mail.send(StepOrders(want=(want,)))
+    assert worker.wait_heard(2)
+    first, second = worker.orders
+    assert first.introduce == (came(),)
+    (told,) = second.want
+    assert (told.wanted, told.mode, told.transfer) == (want.wanted, want.mode, want.transfer)
+    assert [(one.first_token, tuple(one.block_ids)) for one in told.tables] == [(16, (7, 8))]
+
+
 def test_news_wake_the_engine_once_until_it_steps(worker: Worker) -> None:
     rung = threading.Semaphore(0)
     mail = Mail(rung.release)
@@ -155,7 +187,7 @@ def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
     assert WorkerLineReady(worker).wait()
     worker.line.close()
     for _ in range(3):
-        end.tell(came())
+        end.send(StepOrders(introduce=(came(),)))
     end.close()
     worker.line.ring()
     worker.line.catch_up()

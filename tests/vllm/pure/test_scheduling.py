@@ -127,7 +127,8 @@ class Engine:
         self.half.bind(self.manager)
 
     def orders(self, *preempted: str) -> Any:
-        return self.half.build_orders(preempted)
+        self.half.prepare(preempted)
+        return self.half.build_orders()
 
 
 def from_prefill(transfer: str = "t1", **more: Any) -> dict[str, Any]:

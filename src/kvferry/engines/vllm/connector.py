@@ -124,6 +124,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See VllmScheduler."""
         self._open.scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        self._open.send_orders()
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """The orders of this step."""
@@ -150,7 +151,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     ) -> tuple[bool, dict[str, Any] | None]:
         """See VllmScheduler."""
         well = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        return self._open.scheduler.request_finished(request, block_ids, well=well)
+        ended = self._open.scheduler.request_finished(request, block_ids, well=well)
+        self._open.send_orders()
+        return ended
 
     def has_pending_push_work(self) -> bool:
         """The engine must go on stepping although no request runs."""

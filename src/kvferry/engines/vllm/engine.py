@@ -1,7 +1,8 @@
 """The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
 
 Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and ring by it when they
-have something to report: so an engine sleeps while peers read what it has computed.
+have something to report: so an engine sleeps while peers read what it has computed. On a CPU every other order goes by
+line too, as soon as it is made: no step of the engine lies between a request and its transfer.
 """
 
 import logging
@@ -37,19 +38,30 @@ logger = logging.getLogger(__name__)
 class VllmEngine:
     """One an engine. `scheduler` is for the engine's thread alone."""
 
-    def __init__(self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: Mail, wake: Wake | None) -> None:
+    def __init__(
+        self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: Mail, wake: Wake | None, *, direct: bool
+    ) -> None:
+        """`direct`: orders go by line. Not where a device's stream has to come to them first."""
         self.scheduler = scheduler
         self._rendezvous = rendezvous
         self._mail = mail
         self._wake = wake
+        self._direct = direct and mail.connected
 
     def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
         """The orders of this step, with the peers that came and went since the last one."""
-        orders, doomed = self.scheduler.build_orders(preempted)
+        self.scheduler.prepare(preempted)
         came, left = self._mail.take()
+        self.send_orders()
+        orders, doomed = self.scheduler.build_orders()
         if came or left:
             orders = replace(orders, introduce=came, depart=left)
         return orders, doomed
+
+    def send_orders(self) -> None:
+        """What the scheduler half has to say, now instead of with the next step, where that can be."""
+        if self._direct and (orders := self.scheduler.take_orders()):
+            self._mail.send(orders)
 
     def has_pending_work(self) -> bool:
         """The engine must step although no request runs. Not for blocks that a peer may read: the worker rings."""
@@ -163,4 +175,4 @@ def start_engine(
         identity.port,
         len(cards),
     )
-    return VllmEngine(scheduler, rendezvous, mail, wake)
+    return VllmEngine(scheduler, rendezvous, mail, wake, direct=str(config.device_config.device_type) == "cpu")

@@ -1,9 +1,10 @@
 """A line of our own between vLLM's scheduler and a worker, past the engine's steps: an idle engine takes none.
 
-Down go peers that were accepted or are gone, at once; up goes a ring, when a worker has something to report. The worker
-binds a socket in a folder that only its user may enter, and its address travels in its RankCard; the folder is gone as
-soon as the scheduler is connected. Where it cannot be reached (a worker on another host, a path that is too long),
-peers travel with the orders of a step, as everything else does.
+Down go orders, at once: peers that were accepted or are gone, and, where no stream must be kept in order, what else the
+scheduler half has to say. Up goes a ring, when a worker has something to report. The worker binds a socket in a folder
+that only its user may enter, and its address travels in its RankCard; the socket is gone from there as soon as the
+scheduler is connected. Where it cannot be reached (a worker on another host, a path that is too long), everything
+travels with the engine's steps.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from multiprocessing.connection import Client, Connection, Listener
 
 import msgspec
 
-from kvferry.connector.base import Depart, Introduce
+from kvferry.connector.base import StepOrders
 
 __all__ = ["SchedulerLine", "WorkerLine"]
 
@@ -27,21 +28,13 @@ _ENDS = (OSError, EOFError)
 _JOIN_S = 2.0
 
 
-class _Introduced(msgspec.Struct, array_like=True, tag="introduce"):
-    peer: Introduce
-
-
-class _Departed(msgspec.Struct, array_like=True, tag="depart"):
-    peer: Depart
-
-
-_decoder: msgspec.msgpack.Decoder[_Introduced | _Departed] = msgspec.msgpack.Decoder(_Introduced | _Departed)
+_decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
 
 
 class WorkerLine:
-    """The worker's end. `hear` is called for every peer that comes or goes, on a thread of ours or in `catch_up`."""
+    """The worker's end. `hear` is called with all orders that come, on a thread of ours or in `catch_up`."""
 
-    def __init__(self, hear: Callable[[Introduce | Depart], None]) -> None:
+    def __init__(self, hear: Callable[[StepOrders], None]) -> None:
         """Binds, and waits for the scheduler on a thread of its own. Never raises: see `address`."""
         self._hear = hear
         self._reading = threading.Lock()
@@ -64,7 +57,7 @@ class WorkerLine:
         return self._connection is not None
 
     def catch_up(self) -> None:
-        """Hear at once what was sent before now: whatever the scheduler has decided since knows of these peers."""
+        """Hear at once what was sent before now: orders that come with a step may follow on it."""
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(*_ENDS):
@@ -105,10 +98,10 @@ class WorkerLine:
             logger.debug("the line to the scheduler has ended")
 
     def _read(self, connection: Connection) -> None:
-        """All that is there. One thread at a time, so that peers come and go in the order in which they were sent."""
+        """All that is there. One thread at a time, so that orders are heard in the order in which they were sent."""
         with self._reading:
             while connection.poll(0):
-                self._hear(_decoder.decode(connection.recv_bytes()).peer)
+                self._hear(_decoder.decode(connection.recv_bytes()))
 
 
 class SchedulerLine:
@@ -124,11 +117,10 @@ class SchedulerLine:
         self._thread = threading.Thread(target=self._run, name="kvferry-line", daemon=True)
         self._thread.start()
 
-    def tell(self, peer: Introduce | Depart) -> None:
-        """Once it returns, a `catch_up` of the worker hears of it. Blocks only for a worker that stands still."""
-        told = _Introduced(peer) if isinstance(peer, Introduce) else _Departed(peer)
+    def send(self, orders: StepOrders) -> None:
+        """Once it returns, a `catch_up` of the worker hears it. Blocks only for a worker that stands still."""
         with self._sending, contextlib.suppress(*_ENDS):  # a worker that is gone has taken its engine with it
-            self._connection.send_bytes(msgspec.msgpack.encode(told))
+            self._connection.send_bytes(msgspec.msgpack.encode(orders))
 
     def close(self) -> None:
         """No socket, no thread remains. Idempotent."""

@@ -1,7 +1,9 @@
 """What the scheduler's process has for the workers beside orders, and what makes it step although no request runs.
 
 Peers come and go on the side channel's thread. They go to the workers by line, where every worker has one; else they
-wait for the next step, for which the engine is woken. A worker that has news rings, and the engine is woken for it.
+wait for the next step, for which the engine is woken. Orders of the engine's thread may go the same way (`send`): then
+a transfer begins while the step that asked for it is still being made. A worker that has news rings, and the engine is
+woken for it.
 """
 
 import logging
@@ -9,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.connector.base import Depart, Introduce
+from kvferry.connector.base import Depart, Introduce, StepOrders
 from kvferry.engines.vllm.line import SchedulerLine
 
 __all__ = ["Mail"]
@@ -44,11 +46,26 @@ class Mail:
         """Every worker will hear of it before it hears of any order that was made after this call."""
         with self._sending:
             if self._lines:
-                for line in self._lines:
-                    line.tell(peer)
+                came, left = ((peer,), ()) if isinstance(peer, Introduce) else ((), (peer,))
+                self._send(StepOrders(introduce=came, depart=left))
                 return
             self._waiting.append(peer)
         self._wake()
+
+    @property
+    def connected(self) -> bool:
+        """Every worker has a line: `send` reaches it."""
+        return bool(self._lines)
+
+    def send(self, orders: StepOrders) -> None:
+        """By line, behind every peer that was told before."""
+        assert self._lines, "there are lines to send by"
+        with self._sending:
+            self._send(orders)
+
+    def _send(self, orders: StepOrders) -> None:
+        for line in self._lines:
+            line.send(orders)
 
     def take(self) -> tuple[tuple[Introduce, ...], tuple[Depart, ...]]:
         """For the orders of a step that is being made now: who came, who left."""

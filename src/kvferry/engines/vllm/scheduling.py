@@ -180,15 +180,22 @@ class VllmScheduler:
 
     # ---- prefill
 
-    def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
-        """The orders of this step, and the requests that the workers are to report as failed."""
+    def prepare(self, preempted: Iterable[str]) -> None:
+        """A step is being made: what it preempts is withdrawn, and what earlier ones have stored is offered."""
         for request_id in preempted:
             self._preempted(request_id)
         if self._progress:
             for tracked in self._tracked.values():
                 self._offer(tracked)
+
+    def take_orders(self) -> StepOrders:
+        """What the workers have to learn, since the last call."""
+        return self._half.build_orders()
+
+    def build_orders(self) -> tuple[StepOrders, frozenset[str]]:
+        """The orders of this step, and the requests that the workers are to report as failed."""
         doomed, self._tell_doomed = frozenset(self._tell_doomed), set()
-        return self._half.build_orders(), doomed
+        return self.take_orders(), doomed
 
     def _offer(self, tracked: _Tracked) -> None:
         """What earlier steps have stored of a prompt that is not computed whole yet."""

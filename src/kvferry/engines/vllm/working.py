@@ -11,7 +11,6 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvferry.connector.base import Depart, Introduce
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
 from kvferry.engines.vllm.line import WorkerLine
@@ -59,11 +58,7 @@ class VllmWorker:
         view = _rank_view(config)
         views = layer_views(cache_config, caches, names, view, self._packing_of)
         if _on_cpu(config) and any(isinstance(v.form, AttentionForm) and v.form.latent for v in views):
-            # Seen with vLLM 0.32: every byte of the latents arrives, and decode goes on with other tokens.
-            raise ConfigError(
-                "MLA on vLLM's CPU backends cannot be handed over yet: decode's tokens were not those of one server. "
-                "Serve this model without a KV connector, or on a GPU"
-            )
+            _warn_of_rope(config)
         layout = describe_cache(view.rank, forms, views)
         storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
         owners = [storages[region.address] for region in layout.regions]
@@ -80,7 +75,7 @@ class VllmWorker:
             on_lost=self._news.lost,
             on_report=self._news.report,
         )
-        self._line = WorkerLine(self._hear)
+        self._line = WorkerLine(self._half.start_step)
         self._news.open(self._half.end_step, self._line.ring)
         self.card = RankCard(
             index=view.rank.index,
@@ -135,13 +130,6 @@ class VllmWorker:
         if self._half is not None:
             self._half.close()
 
-    def _hear(self, peer: Introduce | Depart) -> None:
-        assert self._half is not None, "the line is made after the half"
-        if isinstance(peer, Introduce):
-            self._half.introduce(peer)
-        else:
-            self._half.depart(peer)
-
     def _packing_of(self, name: str, spec: Any, tokens: int) -> HeadPacking | None:
         """The CPU backend packs a head's block in the order of its kernels; elsewhere content is token by token."""
         if not _on_cpu(self._config):
@@ -191,6 +179,20 @@ class VllmWorker:
 
 def _on_cpu(config: Any) -> bool:
     return str(config.device_config.device_type) == "cpu"
+
+
+def _warn_of_rope(config: Any) -> None:
+    """Seen in vLLM 0.32, without any connector (tests/vllm/mla_alone.py): with `rope_type` default, one step's answer
+    depends on how many tokens it computes. Its kernel takes queries of [tokens, heads, size] for [tokens, size].
+    """
+    text = config.model_config.hf_text_config
+    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if str(told.get("rope_type") or told.get("type") or "default") == "default":
+        logger.warning(
+            "MLA with rope_type 'default' on a CPU: this vLLM turns the wrong heads of a query, so that its tokens "
+            "depend on how a prompt is cut into steps, with or without a hand-off. Yarn, which published DeepSeek "
+            "models have, is right; a GPU was not tried"
+        )
 
 
 def _packing_tag(form: AttentionForm | StateForm) -> str:
