@@ -27,8 +27,11 @@ _DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
     "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "moe_layer_freq": 1,
     "norm_topk_prob": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 32,
+                     "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
-"""512 + 64: the one latent that the CPU kernels are compiled for."""
+"""512 + 64: the one latent that the CPU kernels are compiled for. Yarn, as every published DeepSeek has it: vLLM's CPU
+kernel of the default rope turns the wrong heads of an MLA query (tests/vllm/mla_alone.py)."""
 _MTP: dict[str, Any] = {
     **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 64,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "num_nextn_predict_layers": 1,

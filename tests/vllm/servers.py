@@ -19,10 +19,11 @@ from types import TracebackType
 from typing import Any
 
 from kvferry.cli.bench_vllm_client import Answer, ask, serve_pair
-from kvferry.cli.bench_vllm_models import GEMMA, make_eagle, make_model
 from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
 from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
+from kvferry.engines.mini.models import find_model
 from kvferry.errors import FerryError
+from tests.vllm.models import KINDS, make_kind
 
 __all__ = [
     "Answer",
@@ -41,6 +42,8 @@ __all__ = [
     "short_times",
 ]
 
+READY_S = 480.0
+"""How long a server may take to start on a machine that others use."""
 LEASE_S, DEADLINE_S = 8, 10
 """Short, so that what waits for a lease or a deadline ends while one looks on."""
 
@@ -122,23 +125,18 @@ class Lab:
         self._env = {PATCH_VARIABLE: "neutralise"} if connector == "builtin" and not stock else {}
 
     def model(self, kind: str = "llama") -> Path:
-        """`llama`, `gemma` (hybrid) or `eagle` (a drafter for `llama`), made at the first call."""
+        """One of models.KINDS, made at the first call; or a real one, by a name that `kvferry serve` knows."""
         if kind not in self._models:
-            where = self._scratch / kind
-            make = {
-                "llama": make_model,
-                "gemma": lambda at: make_model(at, **GEMMA),
-                "eagle": make_eagle,
-            }[kind]
-            self._models[kind] = make(where)
+            self._models[kind] = make_kind(kind, self._scratch / kind) if kind in KINDS else find_model(kind)
         return self._models[kind]
 
     def spec(self, role: str, default_mode: str, **changes: Any) -> VllmSpec:
-        """A server of this lab."""
+        """A server of this lab. `speculation`: `eagle` with the lab's drafter; or a --speculative-config."""
         kind, mode = changes.pop("kind", "llama"), changes.pop("mode", default_mode)
-        drafter = changes.pop("speculation", None)
-        if drafter is not None:
-            told = {"method": "eagle", "model": str(self.model(drafter)), "num_speculative_tokens": 2}
+        told = changes.pop("speculation", None)
+        if told == "eagle":
+            told = {"method": "eagle", "model": str(self.model("eagle")), "num_speculative_tokens": 2}
+        if told is not None:
             changes["flags"] = (*changes.get("flags", ()), "--speculative-config", json.dumps(told))
         extra = {**short_times(self.connector), **changes.pop("extra", {})}
         name = f"{role[0]}{len(self._models)}-{self.dice.randrange(1 << 30):x}"
@@ -162,7 +160,7 @@ class Lab:
             one.start()
         for one in servers:
             try:
-                one.wait_ready()
+                one.wait_ready(READY_S)
             except FerryError:
                 self.end_pair(keep_logs=True)
                 raise
@@ -190,7 +188,7 @@ class Lab:
         else:
             self._pair.decode = again
         self._pair.marks[server.spec.name] = 0
-        return again.start().wait_ready()
+        return again.start().wait_ready(READY_S)
 
     def prompt(self, num_tokens: int) -> list[int]:
         """A prompt that no cache has."""
