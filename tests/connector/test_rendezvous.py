@@ -81,6 +81,28 @@ def test_both_are_introduced_once(world: World) -> None:
     assert (p.told, d.told) == (["+d1"], ["+p1"])
 
 
+def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None:
+    """The listener's thread has accepted it and is about to say so, when the engine's thread looks."""
+    p, d = world.end("p", "p1", Role.BOTH), world.end("d", "d1", Role.BOTH)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(peer: Introduce) -> None:
+        begun.set()
+        assert go_on.wait(10.0)
+        p._introduce(peer)
+
+    p.rendezvous._introduce = slowly
+    d.view(p, P)
+    assert begun.wait(10.0)
+    seen: list[tuple[PeerView, list[str]]] = []
+    looking = threading.Thread(target=lambda: seen.append((p.view(d, D), list(p.told))))
+    looking.start()
+    looking.join(0.05)
+    go_on.set()
+    looking.join(10.0)
+    assert seen == [(PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("d1")), ["+d1"])]
+
+
 def test_a_restart_on_the_same_port_works_at_the_first_request(world: World) -> None:
     """I6. The old incarnation departs before the new one is introduced."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)

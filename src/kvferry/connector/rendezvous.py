@@ -83,6 +83,10 @@ class Rendezvous:
         if peer.state is not PeerState.ACCEPTED:
             self._pump(desk)
             peer = desk.book.get(engine) if peer.state is not PeerState.REFUSED else peer
+        else:
+            # The listener's thread may have accepted it a moment ago: an order of ours must not reach the worker halves
+            # before it does.
+            self._tell_workers(desk)
         return _view(peer, engine, incarnation)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
