@@ -3,10 +3,10 @@
     .venv-vllm/bin/python -W ignore -m tests.vllm.mla_alone
 
 Three answers: the rope kernel against its formula; a model with `rope_type` default; the same with yarn. With vLLM
-0.32.0 the first two differ: `ops.rotary_embedding` takes a query of [tokens, heads, size] for one of [tokens, size] with
-the strides of the heads, and turns the first `tokens` of its tokens x heads rows. What is turned then depends on how
-many tokens the step computes: a chunk, a prefix hit, a resumed request, a hand-off and an ordinary decode step each say
-something else. The yarn module is plain PyTorch, and right.
+0.32.0 the first two differ: `ops.rotary_embedding` takes a query of [tokens, heads, size] for one of [tokens, size],
+and turns the first `tokens` of its tokens x heads rows. What is turned then depends on how many tokens the step
+computes: a chunk, a prefix hit, a resumed request, a hand-off and an ordinary decode step each say something else. The
+yarn module is plain PyTorch, and right.
 """
 
 import json

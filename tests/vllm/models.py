@@ -52,10 +52,6 @@ _FALCON: dict[str, Any] = {
     "mamba_d_ssm": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": True, "projectors_bias": False,
     "mlp_bias": False, "attention_bias": False, "ssm_multipliers": [1.0] * 5, "mlp_multipliers": [1.0, 1.0],
 }  # fmt: skip
-_BAMBA: dict[str, Any] = {
-    **_MAMBA, "architectures": ["BambaForCausalLM"], "model_type": "bamba", "num_hidden_layers": 3,
-    "attn_layer_indices": [1], "attn_rotary_emb": 32,
-}  # fmt: skip
 
 
 def _deepseek(config: dict[str, Any]) -> Shapes:
@@ -115,16 +111,6 @@ def _falcon(config: dict[str, Any]) -> Shapes:
     yield from _norms("model.", "final_layernorm")
 
 
-def _bamba(config: dict[str, Any]) -> Shapes:
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        yield from _norms(at, "input_layernorm", "pre_ff_layernorm")
-        yield from _mlp(f"{at}feed_forward.", _INNER)
-        held = layer in config["attn_layer_indices"]
-        yield from _attention(config, f"{at}self_attn.") if held else _mamba(config, f"{at}mamba.")
-    yield from _norms("model.", "final_layernorm")
-
-
 def _norms(at: str, *names: str) -> Shapes:
     for name in names:
         yield f"{at}{name}.weight", (_HIDDEN,)
@@ -161,7 +147,6 @@ _SHAPED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Shapes]]] = 
     "mtp": (_MTP, _deepseek),
     "granite": (_GRANITE, _granite),
     "falcon-h1": (_FALCON, _falcon),
-    "bamba": (_BAMBA, _bamba),
 }
 KINDS = ("llama", "gemma", "eagle", *_SHAPED)
 
