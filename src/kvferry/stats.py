@@ -28,6 +28,8 @@ class HandoffTiming:
     """From the request's arrival until its KV had landed."""
     verified_cells: int = 0
     """Pieces of KV compared with prefill's by digest."""
+    grant_s: float = 0.0
+    """From the request's arrival until prefill had granted its blocks (pull), or held a grant on ours (push)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,16 @@ GOLDEN = [
         RenewAck(to="i", seq=9, to_decode=True, ended=("u",)),
     ),
     (
+        "87a474797065a572656e6577a2746fa169a373657100ab66726f6d5f6465636f6465c2a97472616e736665727390"
+        "a962656c6c5f706f727407a462656c6cc4026162",
+        Renew(to="i", seq=0, from_decode=False, transfers=(), bell_port=7, bell=b"ab"),
+    ),
+    (
+        "86a474797065a772656e65776564a2746fa169a373657100a9746f5f6465636f6465c3a962656c6c5f706f7274cdffff"
+        "a462656c6cc4026162",
+        RenewAck(to="i", seq=0, to_decode=True, bell_port=65535, bell=b"ab"),
+    ),
+    (
         "85a474797065a470617274a2746fa169a5696e64657800a5636f756e7402a4626f6479c4027879",
         Fragment(to="i", index=0, count=2, body=b"xy"),
     ),

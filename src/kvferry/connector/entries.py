@@ -110,4 +110,5 @@ def joined(ranks: Sequence[Landed]) -> Landed:
         transfer_s=max(one.transfer_s for one in ranks),
         verified_cells=sum(one.verified_cells for one in ranks),
         note=next((one.note for one in ranks if one.note), b""),
+        grant_s=max(one.grant_s for one in ranks),
     )

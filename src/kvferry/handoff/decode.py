@@ -138,7 +138,7 @@ class DecodeMachine:
             want = receive.want.wanted
             self._fail(receive, f"prefill has tokens from {message.start}, {want.start} was asked for", now_s)
             return
-        source.state = State.ACTIVE
+        receive.grant(source, now_s)
         self._beats.add(peer, receive.want.transfer, now_s, message.ttl_s)
         if not source.final and (message.final or message.stop >= source.ready_stop):
             source.tables, source.ready_stop, source.final = from_wire(message.tables), message.stop, message.final
@@ -217,7 +217,7 @@ class DecodeMachine:
                 continue
             source.heard_s = now_s
             if source.state is State.WAITING:
-                source.state = State.ACTIVE
+                receive.grant(source, now_s)
                 self._look(receive, now_s)
         ack = RenewAck(to=peer.incarnation, seq=message.seq, to_decode=False, ended=tuple(ended))
         self.actions.append(Send(peer, ack))

@@ -150,6 +150,8 @@ class Landed:
     """How many sampled pieces of KV were compared with prefill's by digest."""
     note: bytes = b""
     """Offer.note, as the peer sent it: hostile until decoded."""
+    grant_s: float = 0.0
+    """From the first question until every prefill rank had granted (pull), or held our grant (push)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,13 @@ class Receive:
     num_bytes: int = 0
     num_runs: int = 0
     verified_cells: int = 0
+    granted_s: float = 0.0
+    """When the last prefill rank so far was found to take part."""
+
+    def grant(self, source: Source, now_s: float) -> None:
+        """A prefill rank has granted (pull), or holds our grant (push)."""
+        if source.state is State.WAITING:
+            source.state, self.granted_s = State.ACTIVE, now_s
 
     def mark_dead(self, engine: EngineId, incarnation: Incarnation) -> bool:
         """`engine` runs as `incarnation` now: the processes of its others are dead. True: that is news."""
@@ -179,6 +186,7 @@ class Receive:
             transfer_s=now_s - self.begun_s,
             verified_cells=self.verified_cells,
             note=note,
+            grant_s=max(0.0, self.granted_s - self.begun_s),
         )
 
 

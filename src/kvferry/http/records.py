@@ -27,6 +27,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     transfer_ms: float = 0.0
     wait_ms: float = 0.0
+    grant_ms: float = 0.0
     """From the request's arrival on decode until its KV had landed."""
     runs: int = 0
     """Contiguous pieces that were moved."""
@@ -61,6 +62,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
             bytes=timing.num_bytes,
             transfer_ms=round(timing.transfer_s * 1e3, 3),
             wait_ms=round(timing.wait_s * 1e3, 3),
+            grant_ms=round(timing.grant_s * 1e3, 3),
             runs=timing.num_runs,
             verified=timing.verified_cells,
             mode=mode,

@@ -106,6 +106,7 @@ class Landings:
             transfer_s=landed.transfer_s,
             wait_s=now_s - request.arrived_s,
             verified_cells=landed.verified_cells,
+            grant_s=now_s - landed.transfer_s - request.arrived_s + landed.grant_s,
         )
         if request.state is not State.WAITING_FOR_KV:
             return  # all of it was in our prefix cache, and it did not wait
