@@ -13,7 +13,7 @@ import xxhash
 
 from kvferry.engines.mini.api import SamplingParams, TokenLogprobs
 
-__all__ = ["Chosen", "Row", "choose", "uniform"]
+__all__ = ["GREEDY_BELOW", "Chosen", "Row", "choose", "logprobs_of", "pick", "probabilities", "touch", "uniform"]
 
 GREEDY_BELOW = 1e-5
 """A lower temperature is greedy: dividing by it would only bring infinities."""
@@ -63,20 +63,21 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
     untouched = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
     for i, row in enumerate(rows):
         if row.touched:
-            _touch(logits[i], row)
+            touch(logits[i], row)
     tokens = logits.argmax(dim=-1)
     random = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if random:
-        tokens[random] = _draw(logits[random], [rows[i] for i in random])
+        probs = probabilities(logits[random], [rows[i].sampling for i in random])
+        tokens[random] = pick(probs, [uniform(rows[i].seed, len(rows[i].answer)) for i in random])
     chosen = tokens.tolist()
     found: dict[int, TokenLogprobs] = {}
     if untouched is not None:
         for at, i in enumerate(with_logprobs):
-            found[i] = _logprobs(untouched[at], chosen[i], rows[i].sampling.logprobs or 0)
+            found[i] = logprobs_of(untouched[at], chosen[i], rows[i].sampling.logprobs or 0)
     return [Chosen(token, found.get(i)) for i, token in enumerate(chosen)]
 
 
-def _touch(logits: torch.Tensor, row: Row) -> None:
+def touch(logits: torch.Tensor, row: Row) -> None:
     """Bias, penalties, and no end before `min_tokens`; in place, one row."""
     s, vocab, device = row.sampling, len(logits), logits.device
     if s.repetition_penalty != 1.0:  # prompt and answer; Keskar et al. 2019
@@ -94,24 +95,27 @@ def _touch(logits: torch.Tensor, row: Row) -> None:
         logits[[token for token in ends if token < vocab]] = float("-inf")
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """One token a row, by its share of the probability that the filters leave."""
+def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """What temperature and filters leave, a row each; not scaled to a sum of 1. None of `params` is greedy."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-    params = [row.sampling for row in rows]
     probs = torch.softmax(logits / column([p.temperature for p in params]), dim=-1)
     if any(p.min_p > 0 for p in params):
         least = probs.amax(dim=-1, keepdim=True) * column([p.min_p for p in params])
         probs = probs.masked_fill(probs < least, 0.0)
     if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
         probs = _top(probs, params, column([p.top_p for p in params]))
+    return probs
+
+
+def pick(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
+    """One token a row, by its share of the row's sum. `points`: a number in [0, 1) a row."""
     # Double precision: in float32 the sum over a large vocabulary would swallow the rarest tokens.
-    cumulated = probs.double().cumsum(dim=-1)
-    point = torch.tensor([[uniform(row.seed, len(row.answer))] for row in rows], dtype=torch.float64)
-    point = point.to(logits.device) * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, point, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+    cumulated = weights.double().cumsum(dim=-1)
+    point = torch.tensor(points, dtype=torch.float64).to(weights.device)[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, point, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Tensor) -> torch.Tensor:
@@ -127,7 +131,8 @@ def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Ten
     return torch.zeros_like(probs).scatter_(-1, order, ordered)
 
 
-def _logprobs(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+def logprobs_of(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Of a token and of the `count` likeliest, from one row of log-probabilities."""
     top: tuple[tuple[int, float], ...] = ()
     if count:
         values, ids = row.topk(min(count, len(row)))

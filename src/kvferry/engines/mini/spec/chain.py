@@ -11,12 +11,13 @@ Drafts beyond the last module come from that module alone, fed with its own outp
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from kvferry.engines.mini.families.base import Batch
+from kvferry.engines.mini.spec.draws import Drafts, name_next
 from kvferry.engines.mini.spec.records import DraftInput, DraftOutput, DraftShare
 from kvferry.engines.mini.specs import ShareInput
 
@@ -63,6 +64,10 @@ class Module(Protocol):
         """[rows] of the likeliest tokens."""
         ...
 
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab_size] of the target's vocabulary; -inf for what this module cannot name."""
+        ...
+
 
 @dataclass(slots=True)
 class _State:
@@ -89,7 +94,7 @@ class _Job:
     """Inputs of the module whose turn it is, from its first slot that is not final."""
     sound: int
     """Of these, slots before `sound` have final inputs."""
-    drafts: list[int] = field(default_factory=list)
+    made: Drafts
     last: torch.Tensor | None = None
     """[1, hidden] The output that named the last draft."""
 
@@ -98,7 +103,7 @@ class _Job:
         position = max(self.share.first, position - self.state.lost)
         if position <= self.known:
             return self.share.tokens[position - self.share.first]
-        return self.drafts[position - self.known - 1]
+        return self.made.tokens[position - self.known - 1]
 
 
 class ChainDrafter:
@@ -153,7 +158,8 @@ class ChainDrafter:
         while deeper := [job for job in jobs if job.num_drafts > depth and self._has_room(job, depth)]:
             self._go_deeper(deeper, depth)
             depth += 1
-        return DraftOutput(tuple(tuple(job.drafts[: job.num_drafts]) for job in jobs))
+        results = [job.made.result(job.num_drafts) for job in jobs]
+        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(odds for _, odds in results))
 
     def forget(self, keys: Iterable[str]) -> None:
         """See Drafter."""
@@ -168,7 +174,8 @@ class ChainDrafter:
         num_drafts = min(share.num_drafts, self._max_positions - 1 - known)
         if share.num_computed != known or not len(state.waiting[0]):
             num_drafts = 0  # nothing can be drafted in the middle of a prompt, nor without a new hidden state
-        return _Job(share, state, known, max(0, num_drafts), state.waiting[0], share.num_computed)
+        made = Drafts(share.chance)
+        return _Job(share, state, known, max(0, num_drafts), state.waiting[0], share.num_computed, made)
 
     def _pass(self, i: int, jobs: Sequence[_Job]) -> None:
         """Module i: what can be final now, and what drafts go on from."""
@@ -182,11 +189,7 @@ class ChainDrafter:
         outs = self._run(i, jobs, [job.state.final[i] for job in jobs], counts)
         drafting = [n for n, job in enumerate(jobs) if job.num_drafts > i and counts[n]]
         if drafting:
-            last = torch.cat([outs[n][-1:] for n in drafting])
-            chosen = self._modules[i].choose(last).tolist()
-            for row, n in enumerate(drafting):
-                jobs[n].drafts.append(chosen[row])
-                jobs[n].last = last[row : row + 1]
+            self._name(i, [jobs[n] for n in drafting], torch.cat([outs[n][-1:] for n in drafting]))
         for job, final, out in zip(jobs, finals, outs, strict=True):
             state, begin = job.state, job.state.final[i]
             state.waiting[i] = job.source[final - begin : max(0, job.sound - begin)].clone()
@@ -203,9 +206,16 @@ class ChainDrafter:
             job.source = job.last
         begins = [job.known + depth - len(self._modules) for job in jobs]
         outs = self._run(i, jobs, begins, [1] * len(jobs))
-        last = torch.cat(outs)
-        for row, (job, token) in enumerate(zip(jobs, self._modules[i].choose(last).tolist(), strict=True)):
-            job.drafts.append(token)
+        self._name(i, jobs, torch.cat(outs))
+
+    def _name(self, i: int, jobs: Sequence[_Job], last: torch.Tensor) -> None:
+        """The next draft of each, from an output of module i each."""
+        if any(job.made.chance is not None for job in jobs):
+            name_next(self._modules[i].logits(last), [job.made for job in jobs])
+        else:
+            for job, token in zip(jobs, self._modules[i].choose(last).tolist(), strict=True):
+                job.made.tokens.append(token)
+        for row, job in enumerate(jobs):
             job.last = last[row : row + 1]
 
     def _has_room(self, job: _Job, depth: int) -> bool:

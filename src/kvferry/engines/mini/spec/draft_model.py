@@ -10,6 +10,7 @@ import torch
 
 from kvferry.engines.mini.families.base import Batch, Network, Sequences
 from kvferry.engines.mini.spec.chain import MakeBatch
+from kvferry.engines.mini.spec.draws import Drafts, name_next
 from kvferry.engines.mini.spec.records import DraftInput, DraftOutput, DraftShare
 from kvferry.engines.mini.specs import ShareInput
 
@@ -81,7 +82,8 @@ class DraftModel:
         counts = [
             share.num_drafts if share.num_computed == m else 0 for share, m in zip(order.shares, known, strict=True)
         ]
-        drafts: list[list[int]] = [[] for _ in order.shares]
+        made = [Drafts(share.chance) for share in order.shares]
+        drafts = [one.tokens for one in made]
         begins, ends = [], []
         for share, m, count in zip(order.shares, known, counts, strict=True):
             begin = 0 if share.cold and share.key not in self._begun else self._final[share.key]
@@ -90,17 +92,17 @@ class DraftModel:
             self._final[share.key] = end
             begins.append(begin)
             ends.append(end)
-        chosen = self._run(order.shares, begins, ends, drafts)
-        while going := [n for n, token in enumerate(chosen) if token is not None and len(drafts[n]) < counts[n]]:
-            for n in going:
-                drafts[n].append(chosen[n] or 0)
+        logits = self._run(order.shares, begins, ends, drafts)
+        while going := [n for n in logits if len(drafts[n]) < counts[n]]:
+            name_next(torch.stack([logits[n] for n in going]), [made[n] for n in going])
             begins = [m + len(d) for m, d in zip(known, drafts, strict=True)]
             ends = [
                 begin + (n in going and len(drafts[n]) < counts[n] and self._has_room(order.shares[n], begin))
                 for n, begin in enumerate(begins)
             ]
-            chosen = self._run(order.shares, begins, ends, drafts)
-        return DraftOutput(tuple(map(tuple, drafts)))
+            logits = self._run(order.shares, begins, ends, drafts)
+        results = [one.result(count) for one, count in zip(made, counts, strict=True)]
+        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(odds for _, odds in results))
 
     def _has_room(self, share: DraftShare, slot: int) -> bool:
         most = self._network.config.max_positions
@@ -109,12 +111,11 @@ class DraftModel:
 
     def _run(
         self, shares: Sequence[DraftShare], begins: Sequence[int], ends: Sequence[int], drafts: Sequence[Sequence[int]]
-    ) -> list[int | None]:
-        """The likeliest token behind each request's [begin, end); None where that is empty."""
-        found: list[int | None] = [None] * len(shares)
+    ) -> dict[int, torch.Tensor]:
+        """[vocab_size] behind each request's [begin, end), by its number; none where that is empty."""
         order = sorted((n for n in range(len(shares)) if ends[n] > begins[n]), key=lambda n: ends[n] - begins[n] > 1)
         if not order:
-            return found
+            return {}
         inputs = []
         for n in order:
             text = (*shares[n].tokens, *drafts[n])
@@ -125,7 +126,4 @@ class DraftModel:
         tokens = torch.tensor([token for share in inputs for token in share.token_ids], device=self._device)
         hidden = self._network.forward(tokens, _Renamed(self._make_batch(inputs)))
         last = torch.tensor([share.stop - share.start for share in inputs]).cumsum(0) - 1
-        best = self._network.logits(hidden[last.to(self._device)]).argmax(dim=-1).tolist()
-        for n, token in zip(order, best, strict=True):
-            found[n] = token
-        return found
+        return dict(zip(order, self._network.logits(hidden[last.to(self._device)]), strict=True))

@@ -110,6 +110,7 @@ class Eagle3:
         self._head = weights.linear("lm_head")
         offsets = weights.take("d2t", dtype=torch.int64)
         self._ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        self._vocab_size = config.vocab_size
         self._table = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
 
     def lift(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -128,4 +129,12 @@ class Eagle3:
 
     def choose(self, out: torch.Tensor) -> torch.Tensor:
         """See chain.Module."""
-        return self._ids[self._head(functional.rms_norm(out, self._width, self._norm, self._eps)).argmax(dim=-1)]
+        return self._ids[self._own_logits(out).argmax(dim=-1)]
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """See chain.Module."""
+        own = self._own_logits(out)
+        return own.new_full((len(out), self._vocab_size), float("-inf")).index_copy_(1, self._ids, own)
+
+    def _own_logits(self, out: torch.Tensor) -> torch.Tensor:
+        return self._head(functional.rms_norm(out, self._width, self._norm, self._eps))

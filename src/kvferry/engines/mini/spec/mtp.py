@@ -110,4 +110,8 @@ class MtpModule:
 
     def choose(self, out: torch.Tensor) -> torch.Tensor:
         """See chain.Module."""
-        return self._ends.project(functional.rms_norm(out, self._width, self._norm, self._eps)).argmax(dim=-1)
+        return self.logits(out).argmax(dim=-1)
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """See chain.Module."""
+        return self._ends.project(functional.rms_norm(out, self._width, self._norm, self._eps))

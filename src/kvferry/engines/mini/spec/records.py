@@ -6,9 +6,22 @@ chooses tokens; then one DraftInput says what those tokens are, and the drafter 
 
 from dataclasses import dataclass
 
+import torch
+
+from kvferry.engines.mini.api import SamplingParams
 from kvferry.layout.blocks import BlockTable
 
-__all__ = ["DraftInput", "DraftOutput", "DraftShare"]
+__all__ = ["Chance", "DraftInput", "DraftOutput", "DraftShare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """Drafts are drawn, not the likeliest: `draft_sample_method` is `probabilistic`, and the request is not greedy."""
+
+    sampling: SamplingParams
+    seed: int
+    place: int
+    """Of the first draft in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,8 @@ class DraftShare:
     """A chain's cache begins here, at the first token of a block: a cold start. Its slots before are never read."""
     cold: bool = False
     """A draft model's cache of the prompt is empty: `first` is 0, and it computes all of it."""
+    chance: Chance | None = None
+    """None: the drafts are the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +60,5 @@ class DraftOutput:
     """The drafts of each share of a DraftInput, in its order."""
 
     drafts: tuple[tuple[int, ...], ...]
+    odds: tuple[torch.Tensor | None, ...] = ()
+    """Of shares with a `chance` and drafts: [drafts, vocab_size], float32 on the CPU: from which each was drawn."""

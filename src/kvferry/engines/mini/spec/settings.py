@@ -16,6 +16,7 @@ __all__ = ["METHODS", "TEXT_METHODS", "SpeculationSettings", "SpeculativeConfig"
 TEXT_METHODS = ("ngram", "suffix")
 """They know only the text: nothing in the cache, nothing to hand over."""
 METHODS = (*TEXT_METHODS, "draft_model", "eagle3", "mtp")
+SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_TOKENS = 32
 
 
@@ -35,6 +36,12 @@ class SpeculationSettings:
 
     revision: str | None = None
     """Of `model`; compared with the other side's (R4)."""
+
+    draft_sample_method: str = "greedy"
+    """`greedy`: drafts are the drafter's likeliest tokens, and an answer by chance is, token for token, the one without
+    drafts from the same seed. `probabilistic`: for requests by chance `draft_model`, `eagle3` and `mtp` draw theirs as
+    the request draws its tokens; more of them stand, and the answers have the same distribution, but from the same seed
+    not the same tokens as without drafts."""
 
     prompt_lookup_max: int = 5
     """ngram: the longest run of last tokens that is looked up in the text before."""
@@ -76,6 +83,15 @@ class SpeculationSettings:
         if self.method in ("mtp", *TEXT_METHODS) and self.model:
             raise ConfigError(
                 f"speculative method={self.method!r} takes no model, and got model={self.model!r}. Leave it out."
+            )
+        if self.draft_sample_method not in SAMPLE_METHODS:
+            raise ConfigError(
+                f"draft_sample_method={self.draft_sample_method!r} is unknown. Known: {', '.join(SAMPLE_METHODS)}."
+            )
+        if self.draft_sample_method == "probabilistic" and self.method in TEXT_METHODS:
+            raise ConfigError(
+                f"speculative method={self.method!r} names tokens and has no probabilities to draw them from: "
+                "draft_sample_method must be 'greedy'."
             )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(

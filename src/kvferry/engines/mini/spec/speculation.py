@@ -6,16 +6,19 @@ next drafts made. On the engine's thread.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from kvferry.engines.mini.executor import Executor
 from kvferry.engines.mini.request import Request, State
+from kvferry.engines.mini.sampling import GREEDY_BELOW
 from kvferry.engines.mini.scheduler import Share
 from kvferry.engines.mini.spec.acceptance import Acceptance, AcceptanceCounter
 from kvferry.engines.mini.spec.cards import DrafterCard
 from kvferry.engines.mini.spec.ngram import NgramDrafter, TextDrafter
-from kvferry.engines.mini.spec.records import DraftInput, DraftShare
+from kvferry.engines.mini.spec.records import Chance, DraftInput, DraftShare
 from kvferry.engines.mini.spec.suffix import SuffixDrafter
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
@@ -39,8 +42,14 @@ class Note:
 class Speculation:
     """Of one engine, for as long as its ranks live."""
 
-    def __init__(self, card: DrafterCard, executor: Executor, *, max_model_len: int) -> None:
+    def __init__(
+        self, card: DrafterCard, executor: Executor, *, max_model_len: int, seed_of: Callable[[Request], int]
+    ) -> None:
+        """`seed_of`: what a request's choices by chance come from."""
         self.card = card
+        self._seed_of = seed_of
+        self._odds: dict[RequestId, torch.Tensor] = {}
+        """From which the drafts of a request were drawn, if they were."""
         self._executor = executor
         self._max_model_len = max_model_len
         self._counter = AcceptanceCounter()
@@ -75,11 +84,17 @@ class Speculation:
 
     def ended(self, request: Request) -> None:
         """Every request, once."""
+        self._odds.pop(request.request_id, None)
         key = self._keys.pop(request.request_id, None)
         if key is not None:
             self._forgotten.append(key)
         if self._text is not None:
             self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
+
+    def odds(self, shares: Sequence[Share]) -> list[torch.Tensor | None]:
+        """For `verify`: from which the drafts of these shares were drawn; None for likeliest tokens."""
+        found = [self._odds.get(share.request.request_id) if share.drafts else None for share in shares]
+        return [None if each is None else each[: len(share.drafts)] for each, share in zip(found, shares, strict=True)]
 
     def count(self, share: Share, num_chosen: int) -> None:
         """A share's drafts were verified: that many tokens came out of it."""
@@ -104,8 +119,13 @@ class Speculation:
         wanted = [note for note in notes if note.request.for_remote or note.request.state is State.RUNNING]
         if wanted:
             output = self._executor.draft(DraftInput(tuple(map(self._share, wanted))))
-            for note, drafts in zip(wanted, output.drafts, strict=True):
-                note.request.drafts = drafts if note.request.state is State.RUNNING else ()
+            odds = output.odds or (None,) * len(wanted)
+            for note, drafts, each in zip(wanted, output.drafts, odds, strict=True):
+                if note.request.state is not State.RUNNING:
+                    continue
+                note.request.drafts = drafts
+                if each is not None:
+                    self._odds[note.request.request_id] = each
 
     def adopted(self, request: Request) -> None:
         """Prefill's first token was taken over, and nothing was computed: whoever drafts from the text can do so now;
@@ -138,7 +158,14 @@ class Speculation:
             num_drafts=num_drafts,
             base=0 if model else request.cold_from,
             cold=cold and model,
+            chance=self._chance(request) if num_drafts else None,
         )
+
+    def _chance(self, request: Request) -> Chance | None:
+        probabilistic = self.card.speculative.settings.draft_sample_method == "probabilistic"
+        if not probabilistic or request.sampling.temperature < GREEDY_BELOW:
+            return None
+        return Chance(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
 
 
 def _text_drafter(card: DrafterCard) -> TextDrafter:
