@@ -97,7 +97,8 @@ def test_decode_finishes_its_answer(fleet: Fleet) -> None:
 def test_a_second_signal_does_not_wait(fleet: Fleet) -> None:
     d = fleet.workers["d"].restart()
     stream = Stream(d.url, {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0})
-    next(stream.events())
+    events = stream.events()  # it hangs up when nobody holds it
+    next(events)
     began_s = time.monotonic()
     d.signal(signal.SIGTERM)
     eventually("it drains", lambda: get(d.url, "/health").get("reason") == "draining")
