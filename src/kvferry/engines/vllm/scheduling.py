@@ -18,9 +18,11 @@ from typing import Any
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.engines.vllm.groups import GroupForm, tables_of
+from kvferry.engines.vllm.known import take_known_blocks
 from kvferry.engines.vllm.params import VllmRequest, handoff_params
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId, TransferId
+from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind
 from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.params import HandoffParams
@@ -173,7 +175,22 @@ class VllmScheduler:
             return
         cached = tracked.cached if num_external_tokens else tracked.view.num_prompt_tokens
         tables = self._tables(blocks.get_block_ids(), tracked.end)
+        if num_external_tokens and (begin := self._know(request, tables, cached)) > cached:
+            cached = begin
+            tables = self._tables(self._manager.get_blocks(request_id).get_block_ids(), tracked.end)
         self._half.after_alloc(tracked.view, tables, cached)
+
+    def _know(self, request: Any, tables: Sequence[BlockTable], cached: int) -> int:
+        """R30, for a model with windows; one with states has no hit that reaches further than its states."""
+        kinds = [form.kind for form in self._forms]
+        if CacheKind.WINDOW not in kinds or CacheKind.STATE in kinds:
+            return cached
+        windows = {
+            self._group_ids[table.group]: table.first_token
+            for table in tables
+            if kinds[table.group] is CacheKind.WINDOW
+        }
+        return take_known_blocks(self._manager, request, self._full_groups(), windows, cached)
 
     def _tables(self, block_ids: Sequence[Sequence[int]], num_tokens: int, only: CacheKind | None = None) -> Any:
         return tables_of(self._forms, [block_ids[index] for index in self._group_ids], num_tokens, only=only)
