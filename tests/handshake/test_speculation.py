@@ -3,7 +3,9 @@
 import pytest
 
 from kvferry.handshake.engine import SpeculationFacts
+from kvferry.handshake.spec import FactKind
 from kvferry.handshake.verdict import VerdictKind, verdict
+from kvferry.settings import Role
 from tests.handshake.examples import decode_facts, eagle, facts
 
 HIDDEN_STATE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
@@ -33,11 +35,41 @@ def test_2_to_7_are_refused(change: dict[str, object], fact: str) -> None:  # R4
     assert [row.fact for row in answer.blocking()] == [fact]
 
 
-def test_8_one_side_without_is_refused_with_one_row() -> None:  # R3
-    for method in HIDDEN_STATE:
-        with_it = facts(speculation=eagle(method=method))
-        assert [row.fact for row in verdict(with_it, decode_facts(speculation=None)).rows] == ["speculation.method"]
-        assert verdict(facts(speculation=None), decode_facts(speculation=eagle(method=method))).refused
+def test_8_decode_alone_with_a_drafter_is_refused_with_one_row() -> None:  # R3
+    for method in (*HIDDEN_STATE, "draft_model"):
+        answer = verdict(facts(speculation=None), decode_facts(speculation=eagle(method=method)))
+        assert answer.refused
+        assert [row.fact for row in answer.rows] == ["speculation.method"]
+
+
+@pytest.mark.parametrize("on_decode", [None, SpeculationFacts(method="ngram"), SpeculationFacts(method="suffix")])
+def test_prefill_alone_with_a_drafter_is_a_note(on_decode: SpeculationFacts | None) -> None:
+    """R3 calls it a mismatch; it costs nothing but time, so it is one in strict mode alone."""
+    for method in (*HIDDEN_STATE, "draft_model"):
+        a, b = facts(speculation=eagle(method=method)), decode_facts(speculation=on_decode)
+        answer = verdict(a, b)
+        assert answer.kind is VerdictKind.NOTES
+        assert answer == verdict(b, a).mirrored()
+        assert next(row.fact for row in answer.rows if row.kind is not FactKind.INFORMATIVE) == "speculation.method"
+        assert "prefill's drafter costs prefill time" in answer.notes()[0]
+        assert answer.rows[0].remedy().startswith("nothing to do: decode drafts nothing")
+        assert verdict(a, b, strict=True).refused
+        assert verdict(facts(strict=True, speculation=eagle(method=method)), b).refused
+
+
+@pytest.mark.parametrize(
+    ("role_with", "role_without", "fits"),
+    [
+        (Role.PREFILL, Role.BOTH, True),
+        (Role.BOTH, Role.DECODE, True),
+        (Role.BOTH, Role.BOTH, False),
+        (Role.BOTH, Role.PREFILL, False),
+        (Role.DECODE, Role.BOTH, False),
+    ],
+)
+def test_roles_must_tell_who_drafts(role_with: Role, role_without: Role, fits: bool) -> None:
+    answer = verdict(facts(role=role_with), facts(role=role_without, speculation=None))
+    assert answer.refused is not fits
 
 
 def test_draft_attention_backend_differs_and_fits() -> None:  # R5
@@ -66,8 +98,8 @@ def test_stateless_on_one_side_is_a_note(method: str) -> None:  # R3 R7
     assert verdict(facts(speculation=stateless), decode_facts(speculation=stateless)).kind is VerdictKind.COMPATIBLE
 
 
-def test_stateless_beside_a_hidden_state_method_is_refused() -> None:  # R3
-    assert verdict(facts(), decode_facts(speculation=SpeculationFacts(method="ngram"))).refused
+def test_stateless_on_prefill_beside_a_hidden_state_method_is_refused() -> None:  # R3
+    assert verdict(facts(speculation=SpeculationFacts(method="ngram")), decode_facts()).refused
 
 
 def test_draft_model_has_an_identity() -> None:  # R7

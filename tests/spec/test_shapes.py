@@ -1,6 +1,7 @@
 """Speculation with a recurrent state, with stages and ranks, with a draft model, with a drafter on decode alone."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvferry.engines.mini.spec import eagle3, mtp
 from kvferry.engines.mini.spec.cards import open_drafter
 from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
+from kvferry.settings import TransferMode
 from tests.engines.tiny_model import make_tiny_model
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
@@ -164,6 +166,51 @@ def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
     assert refused[0].last.account is not None
     assert refused[0].last.account.handed_over == 0
     assert "speculation.method" in refused[0].last.account.why
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "mode", "left"),
+    [
+        ("byte_mtp", "mtp", TransferMode.PULL, 3),
+        ("byte_mtp", "mtp", TransferMode.PUSH, 3),
+        ("windowed", "mtp", TransferMode.PULL, 3),
+        ("hybrid", "mtp", TransferMode.PULL, 3),
+        ("byte_mtp", "draft_model", TransferMode.PULL, 0),
+        ("byte_mtp", "eagle3", TransferMode.PUSH, 0),
+    ],
+)
+def test_a_drafter_on_prefill_alone_is_a_note_and_costs_only_time(
+    serving: MakeServing,
+    plain: Plain,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model: str,
+    method: str,
+    mode: TransferMode,
+    left: int,
+) -> None:
+    """R3, R19, R36: decode ignores the drafter's layers, and computes what prefill leaves to it, no more."""
+    caplog.set_level(logging.INFO, "kvferry.handshake")
+    target = request.getfixturevalue(model)
+    draft = {"draft_model": target, "eagle3": eagle3_head(tmp_path) if method == "eagle3" else None}.get(method)
+    changes = {"spec_model": draft} if draft else {}
+    pair = serving(Pair, engine(target, method, 3, **changes), engine(target), mode=mode)
+    assert isinstance(pair, Pair)
+    served = pair.serve(ask(PROMPTS, 16))
+    assert tokens(served) == plain(target, PROMPTS, 16)
+    for prompt, one in zip(PROMPTS, served, strict=True):
+        assert one.last is not None
+        assert one.last.account is not None
+        handed = max(0, len(prompt) - left)
+        assert (one.last.account.handed_over, one.last.account.recomputed) == (handed, len(prompt) - handed)
+        assert bool(one.last.account.why) == (handed < len(prompt))
+    note = "speculation.method: decode drafts nothing"
+    assert any("verdict=notes" in line and note in line for line in caplog.messages)
+    for worker in (pair.prefill, pair.decode):
+        peers = worker.describe()["peers"]
+        assert isinstance(peers, list)
+        assert peers[0]["notes"][0].startswith(note)
 
 
 def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -193,7 +193,12 @@ class Desk:
         with self._lock:
             known = self.book.get(accepted.engine)
             replaced = self.book.accepted(
-                accepted.engine, accepted.incarnation, now_s, address=address, protocol=accepted.protocol
+                accepted.engine,
+                accepted.incarnation,
+                now_s,
+                address=address,
+                protocol=accepted.protocol,
+                notes=accepted.verdict.notes(),
             )
             if replaced is not None:
                 self._gone.append(Gone(accepted.engine, replaced, f"replaced by incarnation {accepted.incarnation!r}"))
@@ -209,12 +214,13 @@ class Desk:
                 )
             )
         logger.info(
-            "handshake accepted peer=%s incarnation=%s address=%s protocol=%s verdict=%s",
+            "handshake accepted peer=%s incarnation=%s address=%s protocol=%s verdict=%s notes=%s",
             accepted.engine,
             accepted.incarnation,
             address,
             accepted.protocol,
             accepted.verdict.kind,
+            "; ".join(accepted.verdict.notes()) or "none",
         )
 
     def _refused(

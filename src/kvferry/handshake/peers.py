@@ -70,6 +70,8 @@ class Peer:
     """The version spoken with an ACCEPTED peer."""
     reason: str = ""
     """Of REFUSED and LOST: why, with the remedy."""
+    notes: tuple[str, ...] = ()
+    """Of ACCEPTED: what differs and is bridged (Verdict.notes)."""
     since_s: float = 0.0
     asked_s: float = float("-inf")
     """When the last question to it was sent."""
@@ -169,7 +171,14 @@ class PeerBook:
             return Heard()
 
     def accepted(
-        self, engine: EngineId, incarnation: Incarnation, now_s: float, *, address: str, protocol: int
+        self,
+        engine: EngineId,
+        incarnation: Incarnation,
+        now_s: float,
+        *,
+        address: str,
+        protocol: int,
+        notes: tuple[str, ...] = (),
     ) -> Incarnation | None:
         """The pair fits. Returns the incarnation that this one replaces: forget what was kept for it."""
         with self._lock:
@@ -184,6 +193,7 @@ class PeerBook:
                 incarnation=incarnation,
                 address=address,
                 protocol=protocol,
+                notes=notes,
                 since_s=now_s,
                 # A request named an incarnation that is not the one that answers: do not ask for it at once again.
                 retry_at_s=now_s + self._back_off.lost_first_s if other_wanted else 0.0,

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from kvferry.handshake.engine import EngineDescription
 from kvferry.handshake.values import FactValue
+from kvferry.settings import Role
 
 __all__ = ["NO_SETTING", "NO_SETTING_ON_EITHER", "Change", "FactKind", "FactSpec", "Read", "flag"]
 
@@ -55,6 +56,11 @@ class FactSpec:
     """Not compared where that fact is there on one side only: one row then says it all."""
     settled_by: str | None = None
     """Informative where that fact is known."""
+    may_lack: Role | None = None
+    """A must-match fact that the side of this role may do without, in a pair whose roles tell the two apart: bridged
+    then, but not in strict mode."""
+    lacking: str = ""
+    """How that is bridged, and its price."""
     complement: bool = False
     """The two values must complete each other, and are left out of the digest: the role."""
 

@@ -6,6 +6,7 @@ from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
 from kvferry.handshake.engine import EngineDescription, SpeculationFacts
 from kvferry.handshake.spec import Change, FactKind, FactSpec, Read, flag
 from kvferry.handshake.values import STATELESS_METHODS, FactValue, effective_dtype, speculative_method
+from kvferry.settings import Role
 
 __all__ = ["SPECULATION"]
 
@@ -63,6 +64,9 @@ SPECULATION = (
         read=_method,
         meaning="a method whose drafter reads hidden states or keeps KV of its own; ngram and suffix do neither",
         why="the drafter's cache would be empty or another drafter's: drafts are rejected, or layers are missing",
+        may_lack=Role.DECODE,
+        lacking="decode drafts nothing, and takes the model's own layers: prefill's drafter costs prefill time, and"
+        " decode the tail of the prompt that it reads ahead",
         settings=_speculative("method"),
         change=Change.ABSENT,
         strict=True,

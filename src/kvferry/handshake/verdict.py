@@ -94,6 +94,10 @@ class Verdict:
         """The rows for which the pair is refused."""
         return tuple(row for row in self.rows if row.kind is FactKind.MUST_MATCH)
 
+    def notes(self) -> tuple[str, ...]:
+        """What is bridged, and how: a sentence a fact, for the log and for whoever asks an engine about its peers."""
+        return tuple(f"{row.fact}: {row.why}" for row in self.rows if row.kind is FactKind.BRIDGED)
+
     def explain(self, a: str = "a", b: str = "b") -> str:
         """Text of several lines: one for the answer, one for each row."""
         head = {
@@ -179,9 +183,21 @@ def _kind(name: str, spec: FactSpec | None, a: Facts, b: Facts, strict: bool) ->
     if spec is not None:
         if strict and spec.strict:
             return FactKind.MUST_MATCH
+        if _may_lack(spec, a, b):
+            return FactKind.BRIDGED
         if spec.settled_by is None or not (spec.settled_by in a and spec.settled_by in b):
             kinds.append(spec.kind)
     return min(kinds, key=list(FactKind).index)
+
+
+def _may_lack(spec: FactSpec, a: Facts, b: Facts) -> bool:
+    """One side does without, and it is the one that may."""
+    value_a, value_b = a.get(spec.name), b.get(spec.name)
+    if spec.may_lack is None or (value_a is None) == (value_b is None):
+        return False
+    without, other = (a, b) if value_a is None else (b, a)
+    told = {str(Role.PREFILL), str(Role.DECODE)} - {str(spec.may_lack)}
+    return without.get("role") == spec.may_lack or other.get("role") in told
 
 
 def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -> Row:
@@ -193,6 +209,8 @@ def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -
     why = spec.why
     if kind is FactKind.MUST_MATCH and spec.kind is not FactKind.MUST_MATCH:
         why = "strict mode compares it; without strict mode it is bridged"
+    if kind is FactKind.BRIDGED and spec.kind is FactKind.MUST_MATCH:
+        why = spec.lacking
     mend_a, mend_b = _mend(spec, a, b), _mend(spec, b, a)
     change = _change(spec.change, name, a, b)
     if mend_a == mend_b == NO_SETTING:

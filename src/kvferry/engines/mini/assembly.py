@@ -218,6 +218,7 @@ class Worker:
                     "engine": peer.engine,
                     "incarnation": peer.incarnation,
                     "state": peer.state.value,
+                    "notes": list(peer.notes),
                     "address": peer.address,
                     "reason": peer.reason,
                 }
