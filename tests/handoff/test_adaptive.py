@@ -97,3 +97,30 @@ def test_a_chunk_that_might_outlive_the_lease_is_not_begun() -> None:
     finally:
         engine.close()
         transport.close()
+
+
+def test_few_runs_go_directly_without_a_look_at_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run a block, and few blocks: to compare the ways would take longer than either."""
+
+    def compared(*_: object) -> None:
+        raise AssertionError("the ways were compared")
+
+    monkeypatch.setattr("kvferry.handoff.adaptive.choose", compared)
+    _, transports = memory_transports()
+    settings = settings_for(TransferMode.PUSH)
+    p = StagingEngine("p", Role.PREFILL, settings, transports, num_blocks=300, block_tokens=64)
+    d = StagingEngine("d", Role.DECODE, settings, transports, num_blocks=300, block_tokens=64)
+    try:
+        p.meet(d)
+        d.meet(p)
+        source, target = blocks(NUM_TOKENS, 64, 1), blocks(NUM_TOKENS, 64, 2)
+        p.fill(source, 1)
+        d.submit(StepOrders(want=(want("t1", p, TransferMode.PUSH, target, 0, NUM_TOKENS),)))
+        p.submit(StepOrders(offer=(offer("t1", source, NUM_TOKENS),)))
+        until(lambda: bool(d.seen[0].landed) and bool(p.seen[0].taken), p, d)
+        assert d.seen[0].landed[0].num_bytes > 128 << 10, "less is never compared"
+        np.testing.assert_array_equal(d.tokens(target, 0, NUM_TOKENS), p.tokens(source, 0, NUM_TOKENS))
+        assert all(mover.num_staged == 0 for mover in p.movers if isinstance(mover, AdaptiveMover))
+    finally:
+        d.close()
+        p.close()

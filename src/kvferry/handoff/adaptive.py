@@ -13,7 +13,7 @@ from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import MalformedMessage
 from kvferry.handoff.actions import Post, PostId
 from kvferry.handoff.links import Flow, Link
-from kvferry.handoff.mover import DirectMover, Moved
+from kvferry.handoff.mover import DirectMover, Moved, runs_of
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Transport
 from kvferry.transport.chunks import chunk_plans
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _MIN_STAGED_BYTES = 128 << 10
 """Less than this goes directly without a look at the costs."""
+_FEW_TOKENS, _FEW_RUNS = 4096, 32
+"""So few runs are not worth a look at the costs: what they cost beyond one run is less than the look."""
 _SAMPLE_CHUNKS = 2
 """The first chunk alone may be the odd tokens before the first whole block, and not typical."""
 
@@ -70,6 +72,11 @@ class AdaptiveMover:
         if flow is None or num_bytes < _MIN_STAGED_BYTES:
             return self._direct.start(post, link)
         try:
+            if len(post.tokens) <= _FEW_TOKENS:
+                # Mostly a run a block: planned at once, which is quicker than to compare the ways.
+                runs = runs_of(post, flow)
+                if sum(len(some) for some in runs) <= _FEW_RUNS:
+                    return self._direct.start(post, link, runs)
             plans = self._plans(post, flow)
             first = tuple(itertools.islice(plans or (), _SAMPLE_CHUNKS))
         except MalformedMessage as error:

@@ -19,6 +19,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.cells import Cell, all_cells, cell_runs, sample_cells
 from kvferry.layout.description import CacheLayout, MemoryKind
 from kvferry.layout.pairing import Edge
+from kvferry.layout.tokens import Holder
 from kvferry.settings import Verify
 
 __all__ = ["SAMPLE_CELLS", "CacheMemory", "DramMemory", "cell_digest", "compare"]
@@ -85,8 +86,9 @@ def cell_digest(
     if verify is Verify.OFF:
         return b""
     hashes = []
+    checked: dict[int, Holder] = {}
     for cell in _cells(verify, transfer, edge, tokens):
-        runs = cell_runs(layout, tables, cell)
+        runs = cell_runs(layout, tables, cell, checked=checked)
         state = xxhash.xxh3_64()
         for offset, length in zip(runs.offset.tolist(), runs.length.tolist(), strict=True):
             state.update(memory.read(runs.region, offset, length))

@@ -211,13 +211,7 @@ class Driver:
 
     def _turn(self) -> bool:
         """One round. True: something happened, so more may be there."""
-        core, now_s = self._core, self._clock.now_s()
-        busy = False
-        while self._orders:
-            busy = True
-            self._take_orders(self._orders.popleft(), now_s)
-        if self._drain:
-            core.prefill.drain(now_s)
+        core, busy = self._core, False
         polled = self._transport.poll()
         # A grantor counts from when it received: not from before a poll that may have taken long.
         now_s = self._clock.now_s()
@@ -232,6 +226,12 @@ class Driver:
             busy = True
             self._ended(moved, self._clock.now_s())
         now_s = self._clock.now_s()
+        # Behind the messages: a lease that was granted a moment ago is one to write under.
+        while self._orders:
+            busy = True
+            self._take_orders(self._orders.popleft(), now_s)
+        if self._drain:
+            core.prefill.drain(now_s)
         due_s = core.next_deadline_s()
         if due_s is not None and due_s <= now_s:
             busy = True

@@ -89,12 +89,12 @@ class DirectMover:
         self._transport = transport
         self._parts: dict[Ticket, _Part] = {}
 
-    def start(self, post: Post, link: Link) -> Moved | None:
-        """See Mover.start."""
+    def start(self, post: Post, link: Link, planned: list[Runs] | None = None) -> Moved | None:
+        """See Mover.start. `planned`: what `runs_of` says, where that is known."""
         flow = link.outward if post.operation is Operation.WRITE else link.inward
         part = _Part(post.post)
         try:
-            runs = [] if flow is None else runs_of(post, flow)
+            runs = planned if planned is not None else [] if flow is None else runs_of(post, flow)
             part.num_runs = sum(len(some) for some in runs)
             part.num_bytes = sum(int(some.length.sum()) for some in runs)
             message = b""

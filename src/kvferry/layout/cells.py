@@ -60,8 +60,15 @@ class CellRuns:
         return int(self.length.sum())
 
 
-def cell_runs(layout: CacheLayout, tables: Sequence[BlockTable], cell: Cell, *, side: str = "local") -> CellRuns:
-    """Where a cell is in this rank's memory.
+def cell_runs(
+    layout: CacheLayout,
+    tables: Sequence[BlockTable],
+    cell: Cell,
+    *,
+    side: str = "local",
+    checked: dict[int, Holder] | None = None,
+) -> CellRuns:
+    """Where a cell is in this rank's memory. `checked`: for many cells of the same tables, each checked once a group.
 
     Raises MalformedMessage where the rank does not hold all of it, or the tables do not.
     """
@@ -69,7 +76,12 @@ def cell_runs(layout: CacheLayout, tables: Sequence[BlockTable], cell: Cell, *, 
     tensor = lookup(layout).tensors.get((cell.layer, cell.part))
     if tensor is None:
         raise MalformedMessage(f"{where}: rank {layout.rank.index} has no such tensor")
-    starts = _starts(where, layout, tensor, holder(side, layout, tables, tensor.group), cell)
+    held = None if checked is None else checked.get(tensor.group)
+    if held is None:
+        held = holder(side, layout, tables, tensor.group)
+        if checked is not None:
+            checked[tensor.group] = held
+    starts = _starts(where, layout, tensor, held, cell)
     run, offsets = _inner(where, tensor, cell, MAX_CELL_RUNS // max(1, len(starts)))
     offset = (starts[:, None] + offsets).reshape(-1)
     follows = offset[1:] == offset[:-1] + run
