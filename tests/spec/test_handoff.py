@@ -96,6 +96,17 @@ def test_text_drafters(serving: MakeServing, plain: Plain, byte_mtp: str, method
     assert accepted(pair).drafted[0] > 0
 
 
+def test_the_unsafe_switch_says_so_and_nearly_all_drafts_fall(
+    serving: MakeServing, plain: Plain, byte_mtp: str, caplog: pytest.LogCaptureFixture
+) -> None:  # R35
+    settings = engine(byte_mtp, "mtp", 3, spec_unsafe_without_backoff=True)
+    pair, safe = serving(Pair, settings, settings), serving(Pair, *[engine(byte_mtp, "mtp", 3)] * 2)
+    assert sum("UNSAFE" in line and "2 places off" in line for line in caplog.messages) == 2
+    prompts = [text(30 + i, 900 * i) for i in range(6)]
+    assert tokens(pair.serve(ask(prompts, 32))) == tokens(safe.serve(ask(prompts, 32))) == plain(byte_mtp, prompts, 32)
+    assert accepted(pair).rate < 0.35 < 0.6 < accepted(safe).rate
+
+
 def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> torch.Tensor:
     """What the cache has of slots [0, count) of a request: [count, heads, dim]."""
     executor = one.executor

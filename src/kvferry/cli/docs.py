@@ -104,7 +104,8 @@ def _fact_row(spec: FactSpec) -> str:
     strict = " *strict*" if spec.strict and spec.kind is not FactKind.MUST_MATCH else ""
     other = spec.settings.get("", "")
     mini, vllm = (_setting(spec.settings.get(engine, other)) for engine in ("mini", "vllm"))
-    cells = (f"`{spec.name}`{strict}", spec.meaning, spec.why, mini, vllm, spec.rules or " ")
+    why = f"{spec.why}; {spec.may_lack} may have none: {spec.lacking}" if spec.may_lack else spec.why
+    cells = (f"`{spec.name}`{strict}", spec.meaning, why, mini, vllm, spec.rules or " ")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 

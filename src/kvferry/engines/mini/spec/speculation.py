@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.executor import Executor
 from kvferry.engines.mini.request import Request, State
 from kvferry.engines.mini.sampling import GREEDY_BELOW
@@ -60,6 +61,13 @@ class Speculation:
                 "drafter starts cold method=%s: behind a prompt that was handed over it has nothing to read at first, "
                 "and fewer drafts are accepted",
                 card.speculative.settings.method,
+            )
+        if card.speculative.settings.unsafe_without_backoff:
+            logger.warning(
+                "UNSAFE: speculation.unsafe_without_backoff is on: prefill hands over the whole prompt with unverified "
+                "drafts in the drafter's cache, and decode's drafter reads tokens %d places off; answers stay right, "
+                "and nearly all drafts are rejected. For `kvferry bench spec` alone: take it away to serve",
+                prefill_backoff(mamba=False, lookahead=card.speculative.num_prefill_lookahead_tokens),
             )
         self._text = None if card.config is not None else _text_drafter(card)
 
