@@ -16,7 +16,7 @@ from kvferry.engines.mini.spec import eagle3, mtp
 from kvferry.engines.mini.spec.cards import open_drafter
 from kvferry.engines.mini.spec.settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
-from kvferry.settings import TransferMode
+from kvferry.settings import LeaseSettings, TransferMode
 from tests.engines.tiny_model import make_tiny_model
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
@@ -160,7 +160,9 @@ def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
     assert tokens(served) == expected
     assert all(one.last and one.last.account and one.last.account.recomputed == 0 for one in served)
     assert accepted(pair).rate > 0.3
-    refused = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, **changes)).serve(ask(PROMPTS[-1:], 24))
+    lease = LeaseSettings(ttl_s=3.0, renew_every_s=1.0)
+    other = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, **changes), lease=lease)
+    refused = other.serve(ask(PROMPTS[-1:], 24))
     assert tokens(refused) == expected[-1:]
     assert refused[0].last is not None
     assert refused[0].last.account is not None

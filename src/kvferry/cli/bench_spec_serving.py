@@ -14,7 +14,7 @@ from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import PeerError
-from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
+from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["Alone", "Pair", "Served", "Serving"]
@@ -90,7 +90,11 @@ class Pair(Serving):
         mode: TransferMode = TransferMode.PULL,
         transport: str = "memory",
         first_token: bool = True,
+        lease: LeaseSettings | None = None,
     ) -> None:
+        """`first_token`: prefill hands over the first token of the answer. `lease`: how long prefill keeps what nobody
+        comes for."""
+        self._lease = lease or LeaseSettings()
         transfer = TransferSettings(mode=mode, transport=transport, staging_bytes=0, first_token=first_token)
         self._mode = mode
         self._count = 0
@@ -103,7 +107,8 @@ class Pair(Serving):
         self.engine = self.decode.engine
 
     def _worker(self, engine: EngineSettings, transfer: TransferSettings, role: Role) -> Worker:
-        return build_worker(WorkerSettings(engine=engine, ferry=FerrySettings(transfer=transfer), role=role))
+        ferry = FerrySettings(transfer=transfer, lease=self._lease)
+        return build_worker(WorkerSettings(engine=engine, ferry=ferry, role=role))
 
     def close(self) -> None:
         """See Serving."""
