@@ -39,6 +39,7 @@ from kvferry.engines.vllm.groups import GroupForm
 from kvferry.engines.vllm.line import WorkerLine
 from kvferry.engines.vllm.packing import classify, measure
 from kvferry.engines.vllm.records import RankCard, Reports
+from kvferry.engines.vllm.wake import Wake
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.layout.builders import Heads
@@ -320,6 +321,42 @@ def test_a_ring_has_an_idle_engine_step_once(model: Path, line: WorkerLine) -> N
         assert not engine.scheduler.has_requests()
     finally:
         engine.close()
+
+
+def test_decode_sleeps_while_all_it_has_waits_for_prefill(
+    model: Path, prefill: Engine, line: WorkerLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(Wake, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
+    decode = Engine(model, "kv_consumer", "d", line=line.address)
+    try:
+        params = prefilled(prefill)
+        request = decode.add("d1", 40, params)
+        while request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            assert not slept, "a handshake is asked for step by step"
+            decode.step()
+        slept.clear()
+        decode.step()
+        assert len(slept) == 1
+        assert poll_until(lambda: line.connected, 10.0, every_s=0.01) >= 0
+        line.ring()
+        assert decode.input_queue is not None
+        decode.input_queue.get(timeout=10.0)
+        decode.step()
+        assert len(slept) == 1, "the worker has news, which this step collects"
+        decode.step()
+        assert len(slept) == 2, "they were of no use"
+        other = decode.add("o", 20, None, max_tokens=2)
+        decode.step()
+        assert len(slept) == 2, "there is something to compute"
+        decode.scheduler.finish_requests(other.request_id, RequestStatus.FINISHED_ABORTED)
+        decode.step(landed(request, params))
+        slept.clear()
+        decode.step()
+        assert request.status is RequestStatus.RUNNING
+        assert not slept
+    finally:
+        decode.close()
 
 
 def test_an_engine_that_cannot_be_woken_steps_while_blocks_are_out(model: Path) -> None:

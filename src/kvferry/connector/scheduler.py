@@ -385,6 +385,11 @@ class HandoffScheduler:
         self._by_transfer.pop(entry.transfer, None)
 
     @property
+    def num_receiving(self) -> int:
+        """Decode requests that have blocks and wait for what comes into them."""
+        return sum(entry.started and not entry.told for entry in self._wanted.values())
+
+    @property
     def has_orders(self) -> bool:
         """The worker halves have something to learn: the engine should make a step."""
         return bool(self._next.orders())

@@ -2,6 +2,8 @@
 
 import enum
 import queue
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,36 @@ def test_the_engine_that_makes_its_connector_is_woken() -> None:
     assert isinstance(wake, Wake)
     wake()
     assert core.input_queue.get_nowait() == (Words.WAKEUP, None)
+
+
+def test_an_engine_sleeps_until_it_is_woken_or_asked_for_something() -> None:
+    core = Core()
+    wake = core.connector.wake
+    assert wake is not None
+    began_s = time.monotonic()
+    wake.sleep(0.05)
+    assert time.monotonic() - began_s > 0.04
+    thread = threading.Timer(0.05, wake)
+    thread.start()
+    wake.sleep(30.0)
+    thread.join()
+    wake.sleep(30.0)
+    assert core.input_queue.qsize() == 1, "what was asked is the engine's to read"
+    assert time.monotonic() - began_s < 20.0
+
+
+def test_it_is_known_when_an_engine_only_waits() -> None:
+    core: Any = Core()
+    wake = core.connector.wake
+    core.scheduler = SimpleNamespace(get_request_counts=lambda: (1, 2))
+    assert wake.is_all(3)
+    assert not wake.is_all(2), "another request could run"
+    core.batch_queue = [object()]
+    assert not wake.is_all(3), "a step is under way"
+    core.batch_queue = []
+    assert wake.is_all(3)
+    core.dp_group = object()
+    assert not wake.is_all(3), "other engines step with it"
 
 
 def test_an_engine_that_was_told_to_end_is_known() -> None:

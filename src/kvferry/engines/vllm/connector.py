@@ -128,7 +128,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """The orders of this step."""
-        return Orders(*self._open.build_orders(scheduler_output.preempted_req_ids or ()))
+        engine = self._open
+        orders = Orders(*engine.build_orders(scheduler_output.preempted_req_ids or ()))
+        computes = scheduler_output.total_num_scheduled_tokens or scheduler_output.finished_req_ids
+        if not (computes or orders.doomed or orders.orders):  # the workers hear of these with the step
+            engine.rest()
+        return orders
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reads the ids that we add here right after this call."""

@@ -32,6 +32,8 @@ from kvferry.wire.versions import protocol_range
 
 __all__ = ["VllmEngine", "start_engine"]
 
+_REST_S = 0.02
+
 logger = logging.getLogger(__name__)
 
 
@@ -47,16 +49,31 @@ class VllmEngine:
         self._mail = mail
         self._wake = wake
         self._direct = direct and mail.connected
+        self._has_news = False
+        """This step brings what a worker has rung for."""
 
     def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
         """The orders of this step, with the peers that came and went since the last one."""
         self.scheduler.prepare(preempted)
+        self._has_news = self._mail.pending
         came, left = self._mail.take()
         self.send_orders()
         orders, doomed = self.scheduler.build_orders()
         if came or left:
             orders = replace(orders, introduce=came, depart=left)
         return orders, doomed
+
+    def rest(self) -> None:
+        """To be called in a step that computes nothing: sleep while all that the engine has waits for peers.
+
+        vLLM would make such steps a thousand times a second, with the processor that prefill computes on if it is the
+        same. A worker's ring, or a request, ends it at once; and so does a moment, for whatever else there may be.
+        """
+        wake, waiting = self._wake, self.scheduler.num_receiving
+        if wake is None or not waiting or not self._mail.connected or wake.ending:
+            return
+        if not (self._has_news or self._mail.pending) and wake.is_all(waiting):
+            wake.sleep(_REST_S)
 
     def send_orders(self) -> None:
         """What the scheduler half has to say, now instead of with the next step, where that can be."""

@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
+from select import POLLIN, poll
 
 import msgspec
 
@@ -39,6 +40,7 @@ class WorkerLine:
         self._hear = hear
         self._reading = threading.Lock()
         self._connection: Connection | None = None
+        self._there = poll()
         self._rung = False
         self.address = ""
         """For the scheduler; empty: there is none."""
@@ -89,7 +91,9 @@ class WorkerLine:
     def _run(self, listener: Listener) -> None:
         try:
             with listener:
-                connection = self._connection = listener.accept()
+                connection = listener.accept()
+            self._there.register(connection, POLLIN)
+            self._connection = connection
             with connection:
                 while True:
                     connection.poll(None)
@@ -100,7 +104,7 @@ class WorkerLine:
     def _read(self, connection: Connection) -> None:
         """All that is there. One thread at a time, so that orders are heard in the order in which they were sent."""
         with self._reading:
-            while connection.poll(0):
+            while self._there.poll(0):  # Connection.poll makes a selector each time: once a step, that is a lot
                 self._hear(_decoder.decode(connection.recv_bytes()))
 
 

@@ -343,6 +343,11 @@ class VllmScheduler:
         """The workers have something to learn."""
         return self._half.has_orders or bool(self._tell_doomed)
 
+    @property
+    def num_receiving(self) -> int:
+        """Requests that wait for their KV, and of which nothing else is known yet."""
+        return self._half.num_receiving
+
     def has_pending_work(self) -> bool:
         """Something is open: a hand-off, or blocks that come back."""
         return self._half.has_pending_work() or bool(self._loose) or bool(self._tell_doomed)

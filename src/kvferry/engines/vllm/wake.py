@@ -1,8 +1,9 @@
-"""How to wake vLLM's engine when it is idle: it sleeps on the queue of what its clients ask.
+"""How to wake vLLM's engine when it is idle, and to let it sleep when it has nothing to do but to wait for a peer.
 
-vLLM has no hook for it, and the other way, to call work pending for as long as a peer may read, has it step a thousand
-times a second. So the engine core is looked up where it makes its connector: it is the `self` of a caller. One without
-a queue (in the caller's own process), or of a release that differs, is not woken; then work is pending as before.
+An idle engine sleeps on the queue of what its clients ask. vLLM has no hook to wake it, and the other way, to call work
+pending for as long as a peer may read, has it step a thousand times a second; so does a request that waits for its KV.
+So the engine core is looked up where it makes its connector: it is the `self` of a caller. One without a queue (in the
+caller's own process), or of a release that differs, is not woken, and does not sleep; then it steps as vLLM has it.
 """
 
 import queue
@@ -23,6 +24,20 @@ class Wake:
     def __call__(self) -> None:
         """An idle engine asks once whether work is pending. From any thread; never blocks."""
         self._core.input_queue.put_nowait((self._word, None))
+
+    def sleep(self, timeout_s: float) -> None:
+        """Until somebody wakes the engine, or a client asks for something. On the engine's thread."""
+        inbox = self._core.input_queue
+        with inbox.not_empty:
+            if not inbox.queue:
+                inbox.not_empty.wait(timeout_s)
+
+    def is_all(self, num_requests: int) -> bool:
+        """The engine has these requests, no others, and no step under way."""
+        core = self._core
+        if getattr(core, "batch_queue", None) or hasattr(core, "dp_group"):  # those of a group step together
+            return False
+        return bool(sum(core.scheduler.get_request_counts()) == num_requests)
 
     @property
     def ending(self) -> bool:

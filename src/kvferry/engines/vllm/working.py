@@ -107,9 +107,11 @@ class VllmWorker:
 
     def start(self, orders: Orders) -> None:
         """This step's orders: to the driver at once."""
+        if self._line is not None:
+            # Orders of this step may name a peer that came by line; and on a busy machine this thread is often quicker
+            # than the one that waits for the line.
+            self._line.catch_up()
         if self._half is not None and orders.orders:
-            if self._line is not None:
-                self._line.catch_up()  # these orders may name a peer that came by line
             self._half.start_step(orders.orders)
 
     def end(self) -> Reports | None:
