@@ -112,7 +112,11 @@ class Lab:
     def __init__(
         self, connector: str, python: str | None = None, *, stock: bool = False, policy: str | None = None
     ) -> None:
-        """`policy` is vLLM's kv_load_failure_policy. `stock`: the built-in connector as it is, with all its stalls."""
+        """`policy` is vLLM's kv_load_failure_policy. `stock`: the servers as they are, with all their stalls.
+
+        Else the built-in connector's three are taken from it, and vLLM's own (its processes wait for each other with
+        sched_yield, and starve everything where they outnumber the cores) from every server.
+        """
         self.connector = connector
         self.dice = random.Random(20)
         self._policy = policy
@@ -122,7 +126,8 @@ class Lab:
         self._pair: Pair | None = None
         self._key: object = None
         self._zygote = Zygote(self._python, base_environment())
-        self._env = {PATCH_VARIABLE: "neutralise"} if connector == "builtin" and not stock else {}
+        patch = "neutralise" if connector == "builtin" else "neutralise_yield"
+        self._env = {} if stock else {PATCH_VARIABLE: patch}
 
     def model(self, kind: str = "llama") -> Path:
         """One of models.KINDS, made at the first call; or a real one, by a name that `kvferry serve` knows."""

@@ -115,12 +115,14 @@ def test_ropes_by_kind_of_layer(model: Path) -> None:
     assert '"theta":1000000' in told
 
 
-def test_a_drafter_on_one_side_is_refused_and_its_depth_is_not(model: Path) -> None:  # R3 R5
+def test_a_drafter_on_decode_alone_is_refused_and_its_depth_is_not(model: Path) -> None:  # R3 R5
     draft = SimpleNamespace(model=str(model), revision=None, code_revision=None, hf_config=SimpleNamespace())
     told = {"method": "eagle", "draft_model_config": draft, "parallel_drafting": False, "attention_backend": None}
     two = facts(model, speculation=SimpleNamespace(**told, num_speculative_tokens=2))
     four = facts(model, Role.DECODE, speculation=SimpleNamespace(**told, num_speculative_tokens=4))
     assert not verdict(two, four).refused
-    assert "speculation.method" in [row.fact for row in verdict(two, facts(model, Role.DECODE)).blocking()]
+    alone = facts(model, Role.DECODE, speculation=SimpleNamespace(**told, num_speculative_tokens=2))
+    assert "speculation.method" in [row.fact for row in verdict(facts(model), alone).blocking()]
+    assert not verdict(two, facts(model, Role.DECODE)).refused, "what prefill drafts with, decode leaves there"
     ngram = SimpleNamespace(method="ngram", draft_model_config=None, num_speculative_tokens=3)
     assert not verdict(facts(model, speculation=ngram), facts(model, Role.DECODE)).refused
