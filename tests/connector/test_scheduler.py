@@ -128,10 +128,15 @@ def test_prefill_blocks_come_back_when_every_rank_has_released_them() -> None:  
     assert not half.has_pending_work()
 
 
-def test_an_aborted_prefill_is_withdrawn_only_if_it_was_offered() -> None:
+def test_an_aborted_prefill_keeps_its_blocks_only_if_it_was_offered() -> None:
     half = make()
     request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
     assert half.request_finished(request, TABLES, 8, first_token=None, aborted=True) == (None, None)
+    # In push decode may be waiting for it since before.
+    assert [w.transfer for w in half.build_orders().withdraw] == [T]
+    assert not half.has_pending_work()
+    unnamed = Request(handoff=HandoffParams(do_remote_decode=True))
+    assert half.request_finished(unnamed, TABLES, 8, first_token=None, aborted=True) == (None, None)
     assert not half.build_orders()
     half.computed(request, TABLES, 16)
     assert half.request_finished(request, TABLES, 16, first_token=None, aborted=True) == (T, None)

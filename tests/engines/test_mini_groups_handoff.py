@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
@@ -31,6 +33,7 @@ from kvferry.wire.params import HandoffParams
 from tests.engines.conftest import ask, tokens_of
 from tests.engines.fake_connector import FakeConnector
 from tests.engines.positions import PositionRanks, answer, layers_of, position_engine, position_model
+from tests.examples import examples
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {"full": 2},
@@ -58,9 +61,15 @@ class Side:
     """One engine with a connector."""
 
     def __init__(
-        self, name: str, layers: Sequence[LayerCache], board: Known, transfer: TransferSettings, **changes: Any
+        self,
+        name: str,
+        layers: Sequence[LayerCache],
+        board: Known,
+        transfer: TransferSettings,
+        lease: LeaseSettings,
+        **changes: Any,
     ) -> None:
-        args = {"model": "positions", "num_blocks": 200, "max_batch_tokens": 16, **changes}
+        args = {"model": "positions", "max_batch_tokens": 16, **changes}
         self.settings = EngineSettings(**args)
         cache = KVCache(
             layers,
@@ -72,7 +81,7 @@ class Side:
         self.ranks = PositionRanks(cache, layers, None, 1)
         self.id, self.incarnation = EngineId(f"{name}{next(NUMBERS)}"), Incarnation("1")
         board.incarnations[self.id] = self.incarnation
-        ferry = FerrySettings(transfer=transfer, lease=LeaseSettings(ttl_s=5.0, renew_every_s=0.5, quarantine_s=0.2))
+        ferry = FerrySettings(transfer=transfer, lease=lease)
         self.ranks.connect(ConnectorStart(self.id, self.incarnation, ferry), lambda *_: None)
         count = tokens_handed_over(self.ranks.layouts[0].groups, first_token=transfer.first_token)
         identity = EngineIdentity(self.id, self.incarnation, "127.0.0.1", 1)
@@ -90,15 +99,28 @@ class Pair:
     """P and D. `go` sends requests through both; afterwards no block of either is in use."""
 
     def __init__(
-        self, layers: Sequence[LayerCache], mode: TransferMode, blocks: tuple[int, int], **changes: Any
+        self,
+        layers: Sequence[LayerCache],
+        mode: TransferMode,
+        blocks: tuple[int, int],
+        *,
+        num_blocks: tuple[int, int] = (200, 200),
+        ttl_s: float = 5.0,
+        **changes: Any,
     ) -> None:
         transfer = {name: changes.pop(name) for name in ("first_token", "progress") if name in changes}
         settings = TransferSettings(mode=mode, transport="memory", staging_bytes=0, deadline_s=8.0, **transfer)
+        lease = LeaseSettings(ttl_s=ttl_s, renew_every_s=ttl_s / 10, quarantine_s=0.2)
         self.mode, board = mode, Known()
-        self.p = Side("p", layers, board, settings, block_tokens=blocks[0], **changes)
-        self.d = Side("d", layers, board, settings, block_tokens=blocks[1], **changes)
+        sides = (
+            Side(name, layers, board, settings, lease, block_tokens=size, num_blocks=number, **changes)
+            for name, size, number in zip("pd", blocks, num_blocks, strict=True)
+        )
+        self.p, self.d = sides
         self.p.ranks.introduce(self.d.hello(Role.DECODE))
         self.d.ranks.introduce(self.p.hello(Role.PREFILL))
+        self.reasons: list[str] = []
+        """Why decode computed prompt tokens, by request that ended."""
         self._number = 0
 
     def close(self) -> None:
@@ -369,3 +391,96 @@ def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> No
     assert tokens_of(done) == answer(prompt(31), 3)
     assert account_of(done).recomputed == 31
     assert f"prefill handed over {arrived} tokens" in account_of(done).why
+
+
+def test_decode_hears_at_once_that_a_prefill_was_aborted_in_the_queue(make_pair: MakePair) -> None:
+    """In push decode waits before prefill has computed anything: it must not wait until its deadline."""
+    pair = make_pair(layers_of(full=1), TransferMode.PUSH, (4, 4))
+    _traffic(pair, [(0, 20, 4, 0)], {0: ("p", 0)})
+    assert pair.d.engine.stats().handed_over_tokens == 0
+    [said] = pair.reasons
+    assert "aborted on the prefill side" in said
+
+
+@settings(max_examples=examples(25))
+@given(
+    shape=st.sampled_from(list(SHAPES)),
+    mode=st.sampled_from(MODES),
+    blocks=st.sampled_from(BLOCKS),
+    spare=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+    chunk=st.integers(1, 24),
+    first_token=st.booleans(),
+    asked=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 40), st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=5
+    ),
+    aborts=st.dictionaries(st.integers(0, 4), st.tuples(st.sampled_from("pd"), st.integers(0, 30)), max_size=2),
+)
+def test_any_traffic_between_two_full_caches_answers_right_and_loses_no_block(
+    shape: str, mode: TransferMode, blocks: tuple[int, int], spare: tuple[int, int], chunk: int, first_token: bool,
+    asked: list[tuple[int, int, int, int]], aborts: dict[int, tuple[str, int]],
+) -> None:  # fmt: skip
+    """Neither cache has room for many more blocks than the longest request needs: requests wait, are preempted, are
+    aborted on either side, and find each other's prefixes."""
+    layers = layers_of(**SHAPES[shape])
+    num_blocks = tuple(
+        1 + more + _need(layers, size, chunk, max(length + (new if side else 1) for _, length, new, _ in asked))
+        for side, (size, more) in enumerate(zip(blocks, spare, strict=True))
+    )
+    pair = Pair(layers, mode, blocks, num_blocks=num_blocks, ttl_s=0.5, max_batch_tokens=chunk, first_token=first_token)
+    try:
+        _traffic(pair, asked, aborts)
+    finally:
+        pair.close()
+
+
+def _need(layers: Sequence[LayerCache], block: int, chunk: int, num_tokens: int) -> int:
+    sized = position_engine(layers, num_blocks=10, block_tokens=block, max_batch_tokens=chunk)
+    return sized.scheduler.groups.need(num_tokens)
+
+
+def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[int, tuple[str, int]]) -> None:
+    """`asked`: family, length, new tokens and the step in which it comes; `aborts`: the side and the step."""
+    prompts = {f"r{number}": prompt(length, family) for number, (family, length, _, _) in enumerate(asked)}
+    new = {f"r{number}": tokens for number, (_, _, tokens, _) in enumerate(asked)}
+    done: dict[str, list[Output]] = {name: [] for name in prompts}
+    there: set[str] = set()
+    deadline_s, pause = time.monotonic() + 30.0, threading.Event()
+
+    def to_decode(name: str, handoff: HandoffParams | None) -> None:
+        if name not in there:
+            there.add(name)
+            pair.d.engine.add(ask(name, prompts[name], handoff, max_tokens=new[name]))
+
+    for step in itertools.count():
+        for number, (_, _, _, at) in enumerate(asked):
+            if at == step:
+                name = f"r{number}"
+                to_p = HandoffParams(do_remote_decode=True, transfer_id=f"t-{name}")
+                pair.p.engine.add(ask(name, prompts[name], to_p, max_tokens=1))
+                if pair.mode is TransferMode.PUSH:
+                    to_decode(name, pair._address(name))
+        for number, (side, at) in aborts.items():
+            if at == step:
+                (pair.p if side == "p" else pair.d).engine.abort(RequestId(f"r{number}"))
+        for output in pair.p.engine.step():
+            if output.finish_reason is not None and pair.mode is TransferMode.PULL:
+                to_decode(output.request_id, output.handoff)
+        for output in pair.d.engine.step():
+            done[output.request_id].append(output)
+            if output.finish_reason is not None:
+                pair.reasons.append(account_of([output]).why)
+        pair.p.engine.check()
+        pair.d.engine.check()
+        idle = not pair.p.engine.has_work() and not pair.d.engine.has_work()
+        if idle and step > max(at for at in (*(at for *_, at in asked), *(at for _, at in aborts.values()))):
+            break
+        assert time.monotonic() < deadline_s, (pair.p.engine.stats(), pair.d.engine.stats())
+        pause.wait(0.0005)
+    for side in (pair.p, pair.d):
+        assert side.engine.blocks.num_free == side.engine.blocks.num_usable, "a block is still in use"
+    late = [why for why in pair.reasons if "has not ended" in why or "no such request came" in why]
+    assert not late, "a deadline is for what nobody says"
+    for number, (name, tokens) in enumerate(prompts.items()):
+        got = tokens_of(done[name])
+        assert got == answer(tokens, new[name])[: len(got)], name
+        assert number in aborts or len(got) == new[name], name

@@ -247,12 +247,16 @@ class HandoffScheduler:
             return None, None
         offered = self._offered.get(request.request_id)
         if aborted or (offered is not None and offered.unwanted):
-            if offered is None:
-                return None, None
-            reason = offered.unwanted or "the request was aborted on the prefill side"
-            offered.finished, offered.unwanted = True, reason
-            self._next.withdraw.append(Withdraw(offered.transfer, reason))
-            return offered.transfer, None
+            reason = (offered and offered.unwanted) or "the request was aborted on the prefill side"
+            if offered is not None:
+                offered.finished, offered.unwanted = True, reason
+                self._next.withdraw.append(Withdraw(offered.transfer, reason))
+                return offered.transfer, None
+            asked = TransferId(request.handoff.transfer_id or "")
+            if asked and asked not in self._by_transfer:
+                # Nothing of it is computed, but in push decode may be waiting for it already.
+                self._next.withdraw.append(Withdraw(asked, reason))
+            return None, None
         if not self._settings.transfer.first_token:
             first_token = None
         note = encode_first_token(first_token) if first_token is not None else b""
