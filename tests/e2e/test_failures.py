@@ -45,7 +45,7 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
         fleet.worker("strict", "--on-failure", "fail", role="decode")
         for worker in fleet.workers.values():
             worker.wait_ready()
-        fleet.route(prefill=[fleet.workers["p"]], decode=[fleet.workers["d"]])
+        fleet.route("--restart-wait", "0", prefill=[fleet.workers["p"]], decode=[fleet.workers["d"]])
         yield fleet
 
 

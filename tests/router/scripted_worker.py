@@ -146,7 +146,7 @@ def a_decode(name: str = "d0", script: Script = decode_script, **more: Any) -> W
     return Worker(name, script, "decode", **more)
 
 
-FAST = RouterSettings(health_every_s=0.05, connect_timeout_s=1.0)
+FAST = RouterSettings(health_every_s=0.05, connect_timeout_s=1.0, restart_wait_s=0)
 
 
 @asynccontextmanager

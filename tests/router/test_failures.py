@@ -114,7 +114,7 @@ async def test_a_decode_that_is_not_there_is_503_naming_it() -> None:
 
 async def test_a_decode_that_went_away_since_it_was_asked_is_502_naming_it() -> None:
     p, d = a_prefill(), a_decode()
-    async with fleet(p, d, settings=RouterSettings(health_every_s=1000)) as (url, _):
+    async with fleet(p, d, settings=RouterSettings(health_every_s=1000, restart_wait_s=0)) as (url, _):
         await d.stop()
         response, raw = await post(url, BODY)
         assert response.status == 502

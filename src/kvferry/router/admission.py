@@ -2,8 +2,12 @@
 
 A prompt that prefill has computed and nobody can take keeps prefill's blocks for a lease. So a request waits here, in
 front of prefill, until some decode worker has room; for `room_wait_s` at most, and not more than `max_waiting` at once.
+
+Where every decode worker has gone a moment ago, it waits here too, for `restart_wait_s` since then: a restart of all of
+them fails no request that has not begun to be answered.
 """
 
+import math
 import time
 
 from kvferry.http.errors import ApiError
@@ -19,26 +23,56 @@ async def admit(shared: Dispatcher, tried: Attempts, wanted: Wanted, model: str 
     fleet, settings = shared.fleet, shared.settings
     until_s: float | None = None
     while True:
+        _forgive(tried)
         candidates: list[Worker] = []
-        if len(tried.decode) < settings.max_attempts:
+        if len(tried.of_decode) < settings.max_attempts:
             candidates = fleet.serving(model, fleet.decode_candidates(tried.decode), fleet.decode)
-        if not candidates:
-            raise _nobody(shared, tried)
         roomy = [worker for worker in candidates if worker.has_room(wanted.num_tokens)]
         if roomy:
             return fleet.choose_decode(roomy, wanted)
         now_s = time.monotonic()
+        if not candidates:
+            back_by_s = max(fleet.last_lost_s(model), _unsure_since_s(shared, tried)) + settings.restart_wait_s
+            if now_s >= back_by_s or len(tried.of_decode) >= settings.max_attempts:
+                raise _nobody(shared, tried)
+            if shared.num_waiting >= settings.max_waiting:
+                raise _nobody(shared, tried, f"; {shared.num_waiting} requests wait for one already")
+            await _wait(shared, back_by_s - now_s)
+            continue
         if until_s is None:
             if shared.num_waiting >= settings.max_waiting:
                 raise _full(candidates, f"and {shared.num_waiting} requests wait already")
             until_s = now_s + settings.room_wait_s
         if now_s >= until_s:
             raise _full(candidates, f"after {settings.room_wait_s:g} s")
-        shared.num_waiting += 1
-        try:
-            await fleet.wait_change(until_s - now_s)
-        finally:
-            shared.num_waiting -= 1
+        await _wait(shared, until_s - now_s)
+
+
+def _forgive(tried: Attempts) -> None:
+    """Workers that have come up since they failed this request may have it again: nothing of it is left there."""
+    for worker in [worker for worker, failed_s in tried.decode.items() if worker.up_s > failed_s]:
+        del tried.decode[worker]
+
+
+def _unsure_since_s(shared: Dispatcher, tried: Attempts) -> float:
+    """When the latest of those failed that may have gone with it: they are asked at once, and then it is known."""
+    latest_s = -math.inf
+    for failure in tried.of_decode:
+        worker, failed_s = failure.worker, tried.decode.get(failure.worker)
+        if failed_s is None or worker.why_unusable is not None or (failure.answered and failure.status != 503):
+            continue
+        if worker.report.asked_s <= failed_s:
+            shared.fleet.ask_soon(worker)
+            latest_s = max(latest_s, failed_s)
+    return latest_s
+
+
+async def _wait(shared: Dispatcher, longest_s: float) -> None:
+    shared.num_waiting += 1
+    try:
+        await shared.fleet.wait_change(longest_s)
+    finally:
+        shared.num_waiting -= 1
 
 
 def _full(candidates: list[Worker], more: str) -> ApiError:
@@ -52,15 +86,19 @@ def _full(candidates: list[Worker], more: str) -> ApiError:
     )
 
 
-def _nobody(shared: Dispatcher, tried: Attempts) -> ApiError:
-    if tried.failures:
-        failures = [failure for failure in tried.failures if failure.worker.wanted == "decode"]
-        status = max((failure.status for failure in failures), default=502)
+def _nobody(shared: Dispatcher, tried: Attempts, more: str = "") -> ApiError:
+    failures = tried.of_decode
+    if failures:
         text = "; ".join(f"decode {failure}" for failure in failures)
-        retry = 1 if status == 503 else None
-        return ApiError(status, f"{text}. Try again, or look at /v1/kvferry", code="worker_failed", retry_after_s=retry)
-    reasons = "; ".join(worker.why_not_now() or worker.name for worker in shared.fleet.decode)
+        return ApiError(
+            max(failure.status for failure in failures), f"{text}{more}. Try again, or look at /v1/kvferry",
+            code="worker_failed", retry_after_s=1,
+        )  # fmt: skip
+    reasons = [worker.why_not_now() or f"{worker.name} serves another model" for worker in shared.fleet.decode]
+    reasons += [f"and prefill {failure}" for failure in tried.failures]
     return ApiError(
-        503, f"no decode worker can serve: {reasons or 'none is configured'}. Start one, or look at /v1/kvferry",
+        503,
+        f"no decode worker can serve: {'; '.join(reasons) or 'none is configured'}{more}. "
+        "Start one, or look at /v1/kvferry",
         code="no_decode_worker", retry_after_s=1,
     )  # fmt: skip

@@ -21,7 +21,7 @@ class WorkerFailed(PeerError):
     def __init__(
         self, worker: Worker, reason: str, *, reached: bool, status: int = 502, answered: bool = False
     ) -> None:
-        super().__init__(f"{worker.name} ({worker.url}) {reason}")
+        super().__init__(f"{worker.name} ({worker.url}) {reason.strip() or 'has failed, and nothing says why'}")
         self.worker = worker
         self.reached = reached
         """It may have worked on the request."""

@@ -131,7 +131,7 @@ class Dispatch:
                         self._fleet.ask_soon(decode)
 
     def _cannot_go_on(self) -> ApiError:
-        failures = "; ".join(str(failure) for failure in self._tried.failures)
+        failures = "; ".join(str(failure) for failure in self._tried.failures) or "cannot go on from prefill's token"
         return ApiError(
             502, f"decode {failures}; the answer is not whole: send the request again", code="worker_failed"
         )
@@ -425,7 +425,10 @@ class Dispatch:
     def _note(self, failure: WorkerFailed, stage: str) -> None:
         worker = failure.worker
         self._tried.failures.append(failure)
-        (self._tried.decode if stage == "decode" else self._tried.prefill).add(worker)
+        if stage == "decode":
+            self._tried.decode[worker] = time.monotonic()
+        else:
+            self._tried.prefill.add(worker)
         if stage == "prefill" and (failure.answered or not failure.reached):
             self._offer = None  # it has offered nothing
         elif stage == "prefill":

@@ -173,7 +173,8 @@ class Pool:
         except TimeoutError:
             raise
         except OSError as error:
-            raise Unreachable(f"cannot connect: {error.strerror or error}") from error
+            cause = error.strerror or str(error) or type(error).__name__
+            raise Unreachable(f"cannot connect: {cause}") from error
         self._open.add(connection)
         return connection
 

@@ -47,6 +47,10 @@ class RouterSettings:
     max_waiting: int = 1024
     """More requests than this do not wait for room: they are refused with 503 at once."""
 
+    restart_wait_s: float = 10.0
+    """Where every decode worker has gone a moment ago, as in a restart, a request waits until one is back: until so
+    long after the last of them went, then it is refused with 503 and Retry-After. 0: it is refused at once."""
+
     connect_timeout_s: float = 2.0
     """A worker that takes no connection for this long is unreachable."""
 
@@ -108,7 +112,7 @@ class RouterSettings:
             elif name == "local_below":
                 if value != "auto" and not (value.isascii() and value.isdigit() and len(value) < 10):
                     raise ConfigError(f"router.{name}={value!r} must be a number of tokens, or 'auto'")
-            elif name in ("hung_after_s", "room_wait_s", "max_waiting", "max_registered"):
+            elif name in ("hung_after_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered"):
                 if not value >= 0:
                     raise ConfigError(f"router.{name}={value!r} must be 0 or above")
             elif not value > 0:

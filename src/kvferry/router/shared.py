@@ -17,6 +17,7 @@ from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream import Upstream
 from kvferry.router.worker import Worker
 from kvferry.router.workers import Fleet
+from kvferry.settings import Role
 
 __all__ = ["Attempts", "Dispatcher", "Ticket", "end_tasks"]
 
@@ -62,8 +63,14 @@ class Attempts:
     """Workers that failed this request, and how."""
 
     prefill: set[Worker] = field(default_factory=set)
-    decode: set[Worker] = field(default_factory=set)
+    decode: dict[Worker, float] = field(default_factory=dict)
+    """And when (monotonic): one that has come up since is another process, or well again."""
     failures: list[WorkerFailed] = field(default_factory=list)
+
+    @property
+    def of_decode(self) -> list[WorkerFailed]:
+        """Failures of decode workers."""
+        return [failure for failure in self.failures if failure.worker.wanted is Role.DECODE]
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:

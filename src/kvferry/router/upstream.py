@@ -139,6 +139,9 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 def _message_in(body: bytes) -> str:
     try:
-        return msgspec.json.decode(body, type=_ErrorBody).error.message
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message.strip()
     except msgspec.MsgspecError:
-        return repr(body[:200].decode("utf-8", "replace"))
+        message = ""
+    if message:
+        return message
+    return repr(body[:200].decode("utf-8", "replace")) if body.strip() else "it gave no reason"

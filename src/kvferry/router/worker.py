@@ -102,6 +102,10 @@ class Worker:
         """Why it cannot be reached; None: it can."""
         self.silent_since_s: float | None = None
         """Loop time of the first health check without an answer; None: the last one had one."""
+        self.up_s = -math.inf
+        """When it came up last, for the first time, again, or as a new process (monotonic)."""
+        self.lost_s = -math.inf
+        """When it last ceased to be usable; minus infinity: it never was."""
         self.learned: Learned | None = None
         self.cached = Cached()
         self.report = Report()

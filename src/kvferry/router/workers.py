@@ -12,8 +12,9 @@ decide, not a timer, so a router that stood still itself asks again before it gi
 import asyncio
 import errno
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -68,6 +69,8 @@ class Fleet:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._asking: dict[Worker, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._decode_left_s = -math.inf
+        """When a decode worker that was well left the fleet: as one that registers does before it restarts."""
         self.on_up: list[Callable[[Worker], None]] = []
         """Called when a worker is up for the first time, again, or as a new process. Must not block."""
         self.on_gone: list[Callable[[Worker], None]] = []
@@ -121,6 +124,8 @@ class Fleet:
     def remove(self, worker: Worker, reason: str) -> None:
         """Nothing new goes there; what is open goes on."""
         worker.gone = True
+        if worker.wanted is Role.DECODE and worker.why_unusable is None:
+            self._decode_left_s = time.monotonic()
         for own in (self.prefill, self.decode):
             if worker in own:
                 own.remove(worker)
@@ -202,13 +207,19 @@ class Fleet:
             worker.breaker.succeeded()
         if known is not None and info.kind == "vllm" and worker.learned is not None:
             info = msgspec.structs.replace(info, engine=worker.learned.engine or info.engine)
+        was_usable = worker.why_unusable is None
         worker.info, worker.down = info, None
+        if was_usable and worker.why_unusable is not None:
+            worker.lost_s = time.monotonic()
         if came:
+            worker.up_s = time.monotonic()
             for told in self.on_up:
                 told(worker)
 
     def mark_down(self, worker: Worker, reason: str) -> None:
         """It is not used until it answers again."""
+        if worker.why_unusable is None:
+            worker.lost_s = time.monotonic()
         if worker.down is None:
             logger.warning("worker down peer=%s url=%s cause=%s", worker.name, worker.url, reason)
         worker.down = reason
@@ -235,7 +246,12 @@ class Fleet:
 
     # ---- who serves ----
 
-    def decode_candidates(self, tried: set[Worker]) -> list[Worker]:
+    def last_lost_s(self, model: str | None) -> float:
+        """When the last decode worker that served `model` ceased to be usable; minus infinity: there never was one."""
+        served = self.serving(model, list(self.decode), self.decode)
+        return max([self._decode_left_s, *(worker.lost_s for worker in served)])
+
+    def decode_candidates(self, tried: Container[Worker]) -> list[Worker]:
         """Those that were not tried and may serve. With nobody else left, a try is better than a refusal: then also
         those whose breaker is open, and those that only have not answered their latest health checks in time."""
         left = [worker for worker in self.decode if worker not in tried]
