@@ -2,6 +2,7 @@
 
     python training/byte_mtp.py byte-mtp
     python training/byte_mtp.py byte-mtp-window --window --start byte-mtp --steps 200 --peak 0.006
+    python training/byte_mtp.py byte-mtp-hybrid --hybrid --steps 400
 
 No package carries a model with several MTP modules, and the faults of speculation under prefill/decode only show in
 one. So here is one, small enough to train in minutes on one core: text that every machine has, one token a byte, four
@@ -46,6 +47,16 @@ class Shape:
     theta: float = 10000.0
     eps: float = 1e-6
     window: int | None = None
+    hybrid: bool = False
+    """Every other layer is one of Mamba-2 (arXiv 2405.21060), under the names of Granite 4."""
+    mamba_heads: int = 8
+    mamba_state: int = 16
+    mamba_taps: int = 4
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the layers, without the modules."""
+        return ["mamba" if self.hybrid and i % 2 == 0 else "attention" for i in range(self.layers)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -58,6 +69,25 @@ class Shape:
 
     def config(self) -> dict[str, object]:
         """config.json."""
+        made = self._config()
+        if self.hybrid:
+            made |= {
+                "architectures": ["GraniteMoeHybridForCausalLM"],
+                "model_type": "granitemoehybrid",
+                "layer_types": self.kinds,
+                "shared_intermediate_size": self.inner,
+                "num_local_experts": 0,
+                "position_embedding_type": "rope",
+                "attention_multiplier": self.head_dim**-0.5,
+                "mamba_n_heads": self.mamba_heads,
+                "mamba_expand": 2,
+                "mamba_n_groups": 1,
+                "mamba_d_state": self.mamba_state,
+                "mamba_d_conv": self.mamba_taps,
+            }
+        return made
+
+    def _config(self) -> dict[str, object]:
         return {
             "architectures": ["KvferryByteMtpForCausalLM"],
             "model_type": "kvferry_byte_mtp",
@@ -78,6 +108,10 @@ class Shape:
             "eos_token_id": EOS,
             "dtype": "bfloat16",
         }
+
+
+HYBRID = Shape(hidden=128, heads=4, inner=320, hybrid=True)
+"""1.4 million parameters."""
 
 
 class Attention(nn.Module):
@@ -124,6 +158,67 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Mamba(nn.Module):
+    """Mamba-2 with one group. Every pair of tokens is an entry of a matrix: quick for texts as short as these."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.inner, heads = 2 * shape.hidden, shape.mamba_heads
+        channels = self.inner + 2 * shape.mamba_state
+        self.in_proj = nn.Linear(shape.hidden, self.inner + channels + heads, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, shape.mamba_taps, groups=channels)
+        self.A_log = nn.Parameter(torch.arange(1, heads + 1).float().log())
+        self.D = nn.Parameter(torch.ones(heads))
+        self.dt_bias = nn.Parameter(torch.linspace(-4.6, -1.0, heads))
+        self.norm = nn.RMSNorm(self.inner, eps=shape.eps)
+        self.out_proj = nn.Linear(self.inner, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        batch, length, _ = x.shape
+        heads, state, inner = self.shape.mamba_heads, self.shape.mamba_state, self.inner
+        gate, line, dt = self.in_proj(x).split([inner, inner + 2 * state, heads], dim=-1)
+        line = functional.silu(self.conv1d(functional.pad(line.transpose(1, 2), (self.shape.mamba_taps - 1, 0))))
+        values, b, c = line.transpose(1, 2).float().split([inner, state, state], dim=-1)
+        dt = functional.softplus(dt.float() + self.dt_bias).transpose(1, 2)
+        faded = (-self.A_log.exp()[:, None] * dt).cumsum(-1)
+        left = faded[..., :, None] - faded[..., None, :]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        pairs = (c @ b.transpose(1, 2))[:, None] * left.masked_fill(future, float("-inf")).exp() * dt[:, :, None]
+        values = values.view(batch, length, heads, -1).transpose(1, 2)
+        mixed = (pairs @ values + self.D[:, None, None] * values).transpose(1, 2).reshape(batch, length, inner)
+        return self.out_proj(self.norm(mixed * functional.silu(gate.float())))
+
+
+class SharedMlp(nn.Module):
+    """SwiGLU under Granite's names."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_linear = nn.Linear(shape.hidden, 2 * shape.inner, bias=False)
+        self.output_linear = nn.Linear(shape.inner, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.input_linear(x).chunk(2, dim=-1)
+        return self.output_linear(functional.silu(gate) * up)
+
+
+class HybridLayer(nn.Module):
+    """One layer of Granite's kind."""
+
+    def __init__(self, shape: Shape, kind: str) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
+        mixer = self.mixer_name = "mamba" if kind == "mamba" else "self_attn"
+        self.add_module(mixer, Mamba(shape) if kind == "mamba" else Attention(shape, None))
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
+        self.shared_mlp = SharedMlp(shape)
+
+    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = x + self.get_submodule(self.mixer_name)(self.input_layernorm(x), turn)
+        return x + self.shared_mlp(self.post_attention_layernorm(x))
+
+
 class Layer(nn.Module):
     """One layer of the Llama kind."""
 
@@ -162,14 +257,15 @@ class ByteMtp(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(VOCAB, shape.hidden)
-        main = [Layer(shape, window) for window in shape.windows[: shape.layers]]
+        main: list[nn.Module] = [Layer(shape, window) for window in shape.windows[: shape.layers]]
+        if shape.hybrid:
+            main = [HybridLayer(shape, kind) for kind in shape.kinds]
         self.layers = nn.ModuleList(main + [Module(shape, window) for window in shape.windows[shape.layers :]])
         self.norm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         for name, weight in self.named_parameters():
-            if weight.dim() > 1:
-                scale = (
-                    0.02 / math.sqrt(2 * shape.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
-                )
+            if weight.dim() == 2:
+                last = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "output_linear.weight")
+                scale = 0.02 / math.sqrt(2 * shape.layers) if name.endswith(last) else 0.02
                 nn.init.normal_(weight, std=scale if "embed" in name else scale * math.sqrt(512 / shape.hidden))
 
     def forward(self, tokens: torch.Tensor, length: int) -> list[torch.Tensor]:
@@ -253,8 +349,8 @@ def train(
     if start is not None:
         weights = load_file(start / "model.safetensors")
         model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
-    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() <= 1 or "embed" in name]
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
     optimisers = [Muon(matrices, peak), torch.optim.AdamW(others, lr=peak / 4, betas=(0.9, 0.98), weight_decay=0.0)]
     span = length + NUM_MODULES + 1
     draws = torch.Generator().manual_seed(seed)
@@ -327,6 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--window", action="store_true", help="layers and modules take turns: window of 48, full")
+    parser.add_argument("--hybrid", action="store_true", help="every other layer is one of Mamba-2; a smaller model")
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=5)
     parser.add_argument("--length", type=int, default=224)
@@ -335,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--start", type=Path, help="go on from the weights in this directory")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    shape = Shape(window=48 if args.window else None)
+    shape = HYBRID if args.hybrid else Shape(window=48 if args.window else None)
     model = train(
         shape,
         text(),

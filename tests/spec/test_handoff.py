@@ -56,17 +56,28 @@ def test_any_depth_on_either_side(
         if k_d >= k_p:
             assert ("the drafter reads ahead" in account.why) == (cut < len(prompt)), account
         assert bool(account.why) == (cut < len(prompt)), account
-    if k_d > 1:
+    same = k_d > 0 and max(k_p, k_d) > 1  # else the first step has no hidden state, and no drafts: see below
+    if same:
         assert accepted(pair) == accepted(alone)
     again = pair.serve(ask(LENGTHS))  # decode has some of each in its prefix cache
     assert tokens(again) == expected
     assert sum(one.last.account.cached for one in again if one.last and one.last.account) > 0
-    if k_d > 1:
+    if same:
         alone.serve(ask(LENGTHS))
         assert accepted(pair) == accepted(alone)
     for worker in (pair.prefill, pair.decode):  # type: ignore[attr-defined]
         worker.engine.check()
         assert worker.engine.stats().free_blocks == worker.engine.stats().blocks
+
+
+@pytest.mark.parametrize("k_p", [0, 1])
+def test_one_draft_is_accepted_as_by_one_engine(serving: MakeServing, plain: Plain, byte_mtp: str, k_p: int) -> None:
+    """Nothing is held back for one draft. Where decode computes the last token of the prompt itself, it has the hidden
+    state of one engine alone, and accepts the very same drafts: the slots that were handed over are right."""
+    pair = serving(Pair, engine(byte_mtp, "mtp", k_p), engine(byte_mtp, "mtp", 1), first_token=False)
+    alone = serving(Alone, engine(byte_mtp, "mtp", 1))
+    assert tokens(pair.serve(ask(LENGTHS))) == tokens(alone.serve(ask(LENGTHS))) == plain(byte_mtp, LENGTHS)
+    assert accepted(pair) == accepted(alone)
 
 
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (4, 16)])

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,18 @@ def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) ->
     assert accepted(pair) == accepted(alone)
     handed = [one.last.account.handed_over for one in served if one.last and one.last.account]
     assert handed == [max(0, len(prompt) - 3) for prompt in PROMPTS]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("shape", [{"pp": 2}, {"tp": 2}], ids=str)
+def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, int]) -> None:
+    """What drafts were drawn from comes from the rank that drew them: the tokens are those of one rank."""
+    settings = engine(byte_mtp, "mtp", 3, spec_draft_sample_method="probabilistic")
+    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 6}
+    one, many = serving(Alone, settings), serving(Alone, replace(settings, **shape))
+    assert tokens(many.serve(ask(PROMPTS, 12, **sampling))) == tokens(one.serve(ask(PROMPTS, 12, **sampling)))
+    assert accepted(many) == accepted(one)
+    assert 0.3 < accepted(one).rate < 1
 
 
 @pytest.mark.parametrize(("method", "draft"), [("mtp", None), ("draft_model", "byte-mtp")])
