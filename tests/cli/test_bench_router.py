@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.cli import bench_router
+from kvferry.cli.bench_router_alone import Added, Way, turns
 from kvferry.cli.bench_router_fleet import Counters, Script, _Connection, _Fleet
 from kvferry.cli.bench_router_load import Client, Target, closed_loop, open_loop, percentile, request_bytes
 from kvferry.cli.bench_router_routers import ROUTERS, Router, install_rivals
@@ -82,6 +83,29 @@ async def test_loops_send_what_they_say() -> None:
         assert all(reply.status == 200 and reply.total_s > 0 for reply in turns)
 
 
+async def test_turns_go_through_every_way_in_an_order_that_goes_round() -> None:
+    async with workers(Script(prefill_ms=10.0)) as (fleet, prefill, decode):
+        ask, take = (prefill, a_request(prefill)), (decode, a_request(decode, PULLED))
+        short, long = Way("short", [take]), Way("long", [ask, take])
+        both = Way("both", [ask, take], at_once=True)
+        times = await turns([short, long, both], 4)
+        assert [len(some) for some in times] == [4, 4, 4]
+        assert min(times[1]) >= 0.01
+        assert min(times[2]) >= 0.01
+        assert percentile(times[0], 0) < 0.01
+        assert fleet.counters.prefill == 2 * (fleet.counters.pull - fleet.counters.prefill)
+        refused = Way("refused", [(decode, request_bytes(decode, "/nothing", b"{}"))])
+        with pytest.raises(FerryError, match="refused answered 404"):
+            await turns([refused], 1)
+
+
+def test_what_is_added_is_the_difference_within_a_turn() -> None:
+    """A slow minute of the machine falls on both."""
+    added = Added([1.1, 5.1, 9.2], [1.0, 5.0, 9.0])
+    assert added.p50_ms == pytest.approx(100)
+    assert added.p99_ms == pytest.approx(200)
+
+
 def test_percentiles() -> None:
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert percentile([3.0, 1.0, 2.0], 99) == 3.0
@@ -123,7 +147,8 @@ def test_rivals_are_installed_once_and_a_failure_is_told(tmp_path: Path, monkeyp
 
 @pytest.mark.process
 def test_one_short_run_of_the_real_thing(capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["--rounds", "1", "--seconds", "0.2", "--streams", "8", "--chunks", "4", "--step-ms", "2", "--clients", "4"]
+    quick = ["--rounds", "1", "--seconds", "0.2", "--streams", "8", "--chunks", "4", "--step-ms", "2", "--clients", "4",
+             "--turns", "10"]  # fmt: skip
     cores = os.sched_getaffinity(0)
     assert main(["bench", "router", "--routers", "kvferry,plain", "--json", *quick]) == ExitCode.OK
     assert os.sched_getaffinity(0) == cores, "it shares out cores, and gives them back"
@@ -134,7 +159,17 @@ def test_one_short_run_of_the_real_thing(capsys: pytest.CaptureFixture[str]) -> 
         ("plain", "pull"),
     ]
     for one in lines[:-1]:
-        assert {"router", "rps", "p50_ms", "p99_ms", "chunks_s", "ttft_ms", "mode"} <= set(one)
+        assert {
+            "router",
+            "rps",
+            "alone_p50_ms",
+            "alone_p99_ms",
+            "p50_ms",
+            "p99_ms",
+            "chunks_s",
+            "ttft_ms",
+            "mode",
+        } <= set(one)
         assert one["rps"] > 0
     assert lines[-1]["environment"]["cores"] >= 1
     pull, push = lines[0]["ttft_ms"], lines[1]["ttft_ms"]

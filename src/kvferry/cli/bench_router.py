@@ -7,8 +7,10 @@ anything: each line has them beside `plain`, a pass-through of a few lines of ai
 
 - rps        requests a second on one core: requests by the router's processor time, with --clients clients that send
              one request after the other
+- alone_p50_ms, added latency of one request at a time, within turns of all routers: see bench_router_alone
+  alone_p99_ms
 - p50_ms,    added latency at half the rate that the router reached: the percentile of its answers, less that of a
-  p99_ms     client that asks prefill and decode itself, in between
+  p99_ms     client that asks prefill and decode itself, in between; on few cores mostly queues of client and workers
 - chunks_s   events a second on one core, by the router's processor time, with --streams streams of --chunks events that
              come in steps of --step-ms
 - ttft_ms    time to the first event, one request at a time, where prefill takes --prefill-ms and decode's registration
@@ -29,6 +31,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.cli.bench_router_alone import Added, Way, turns
 from kvferry.cli.bench_router_fleet import Counters, Script
 from kvferry.cli.bench_router_load import Client, Target, closed_loop, open_loop, percentile, request_bytes
 from kvferry.cli.bench_router_routers import ROUTERS, Running, cpu_s, install_rivals, pin, running, start_fleet
@@ -45,7 +48,7 @@ _NUM_TTFT = 15
 _HOST = "127.0.0.1"
 _DIRECT_SHARE = 0.2
 """Of the rate of requests through the router."""
-_NUMBERS = ("rps", "p50_ms", "p99_ms", "chunks_s", "ttft_ms", "cpu_us", "wall_rps")
+_NUMBERS = ("rps", "alone_p50_ms", "alone_p99_ms", "p50_ms", "p99_ms", "chunks_s", "ttft_ms", "cpu_us", "wall_rps")
 
 
 @dataclass(slots=True)
@@ -55,9 +58,12 @@ class Samples:
     router: str
     mode: str
     rounds: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _NUMBERS})
+    alone: Added = field(default_factory=Added)
 
     def median(self, name: str) -> float:
-        """Over the rounds."""
+        """Over the rounds; of all turns, for what was measured in turns."""
+        if name.startswith("alone_"):
+            return float(getattr(self.alone, name.removeprefix("alone_")))
         return statistics.median(self.rounds[name])
 
 
@@ -70,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="where the other projects' routers are installed, once (default: out/rivals)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each router (default: 5)")
     parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of load a turn (default: 2)")
+    parser.add_argument("--turns", type=int, default=100, metavar="N",
+                        help="a round, of one request through each router (default: 100)")  # fmt: skip
     parser.add_argument("--clients", type=int, default=32, metavar="N", help="that send at once (default: 32)")
     parser.add_argument("--streams", type=int, default=256, metavar="N", help="open at once (default: 256)")
     parser.add_argument("--chunks", type=int, default=64, metavar="N", help="events of a stream (default: 64)")
@@ -84,7 +92,15 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Measure and print."""
     chosen = [router for router in ROUTERS if router.name in args.routers]
     unknown = set(args.routers) - {router.name for router in ROUTERS}
-    if unknown or args.rounds < 1 or args.seconds <= 0 or args.clients < 1 or args.streams < 1 or args.chunks < 2:
+    if (
+        unknown
+        or args.rounds < 1
+        or args.turns < 1
+        or args.seconds <= 0
+        or args.clients < 1
+        or args.streams < 1
+        or args.chunks < 2
+    ):
         raise ConfigError(
             f"--routers {','.join(args.routers)!r} --rounds {args.rounds!r} --seconds {args.seconds!r}: give routers "
             "that `kvferry bench router --help` names, and numbers above 0 (--chunks: above 1)"
@@ -118,12 +134,26 @@ def _sharing_cores(fleet: int, routers: list[int]) -> Iterator[None]:
 
 async def _measure_all(args: argparse.Namespace, routers: list[Running], ports: dict[str, int]) -> list[Samples]:
     samples = [Samples(one.router.name, one.router.mode) for one in routers]
+    every = [_Turn(args, one, ports) for one in routers]
     for number in range(args.rounds):
+        await _alone(args, every, samples)
         for one, kept in zip(routers, samples, strict=True):
             print(f"round {number + 1} of {args.rounds}: {kept.router} {kept.mode}", file=sys.stderr, flush=True)
             for name, value in (await _Turn(args, one, ports).measure()).items():
                 kept.rounds[name].append(value)
     return samples
+
+
+async def _alone(args: argparse.Namespace, every: list["_Turn"], samples: list[Samples]) -> None:
+    """One request at a time, in turns of all routers."""
+    for turn in every:
+        await turn.ready()
+    ways = {turn.mode: turn.way_past() for turn in every}
+    times = await turns([*ways.values(), *(turn.way_through() for turn in every)], args.turns)
+    past = dict(zip(ways, times, strict=False))
+    for turn, kept, through in zip(every, samples, times[len(ways) :], strict=True):
+        kept.alone.through += through
+        kept.alone.past += past[turn.mode]
 
 
 class _Turn:
@@ -138,10 +168,32 @@ class _Turn:
         self._prefill: Target = (_HOST, ports[f"{self._mode}_prefill"])
         self._decode: Target = (_HOST, ports[f"{self._mode}_decode"])
 
-    async def measure(self) -> dict[str, float]:
-        """Every number."""
+    @property
+    def mode(self) -> str:
+        """Of the fleet behind it."""
+        return self._mode
+
+    async def ready(self) -> None:
+        """The workers answer at once, and the router serves."""
         await self._script(Script())
         await self._wait_well()
+
+    def way_through(self) -> Way:
+        """A request through the router."""
+        return Way(self._name, [(self._target, self._request())])
+
+    def way_past(self) -> Way:
+        """What the router does for it, done by the client."""
+        ask = (self._prefill, self._request(self._prefill, {"do_remote_decode": True, "transfer_id": "past"}))
+        params: dict[str, object] = {"remote_block_ids": [[*range(32)]]}
+        if self._mode == "push":
+            params = {"transfer_mode": "push", "transfer_id": "past"}
+        take = (self._decode, self._request(self._decode, params))
+        return Way("the workers", [ask, take], at_once=self._mode == "push")
+
+    async def measure(self) -> dict[str, float]:
+        """Every number."""
+        await self.ready()
         rps, wall_rps = await self._throughput()
         p50_ms, p99_ms = await self._added(wall_rps / 2)
         return {
@@ -259,8 +311,12 @@ def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
     plain = next((one for one in samples if one.router == "plain"), None)
     for one in samples:
         numbers = {name: round(one.median(name), 3) for name in _NUMBERS}
-        ratios = {f"{name}_of_plain": round(one.median(name) / plain.median(name), 3) for name in ("rps", "chunks_s")
-                  } if plain is not None else {}  # fmt: skip
+        ratios = {}
+        if plain is not None:
+            ratios = {
+                f"{name}_of_plain": round(one.median(name) / plain.median(name), 3) for name in ("rps", "chunks_s")
+            }
+            ratios["alone_p50_ms_over_plain"] = round(one.alone.p50_ms - plain.alone.p50_ms, 3)
         if args.json:
             print(json.dumps({"router": one.router, "mode": one.mode, **numbers, **ratios}), flush=True)
         else:
@@ -269,7 +325,8 @@ def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
             )
             print(
                 f"{one.router:12} {one.mode:5} {numbers['rps']:8.0f} requests/s a core ({numbers['cpu_us']:6.0f} us), "
-                f"+{numbers['p50_ms']:.2f} ms p50, +{numbers['p99_ms']:.2f} ms p99, "
+                f"alone +{numbers['alone_p50_ms']:.2f} ms p50, +{numbers['alone_p99_ms']:.2f} ms p99, "
+                f"at half +{numbers['p50_ms']:.2f} ms p50, +{numbers['p99_ms']:.2f} ms p99, "
                 f"{numbers['chunks_s']:8.0f} chunks/s a core, first token {numbers['ttft_ms']:6.1f} ms{beside}",
                 flush=True,
             )
