@@ -337,6 +337,17 @@ row("push-pull", "P pushes, D pulls")(_misfit("push", {}, {}, "pull"))
 row("pull-eagle", "pull: a drafter (eagle) on D only")(_misfit("pull", {}, {"speculation": _EAGLE}))
 
 
+# Latent caches. With the default rope one server of this vLLM alone is wrong already: see tests/vllm/mla_alone.py.
+
+_CPU_MLA = {"flags": ("--attention-backend", "CPU_MLA"), "max_tokens": 1024}
+_STATES = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}
+for _kind, _title in (("mla", "yarn"), ("mla-default-rope", "default rope, where one server alone is wrong, too")):
+    row(f"pull-{_kind}", f"pull: MLA, {_title}")(
+        _misfit("pull", {"kind": _kind, **_CPU_MLA}, {"kind": _kind, **_CPU_MLA})
+    )
+row("push-states", "push: a Mamba-2 hybrid")(_misfit("push", _STATES, _STATES))
+
+
 # Pipeline parallelism. An eager pipeline of this CPU build misses a buffer; "compiled" by nobody it has it, in seconds.
 
 _TRACED = ("--compilation-config", '{"mode": "STOCK_TORCH_COMPILE", "backend": "eager"}')

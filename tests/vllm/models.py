@@ -144,6 +144,7 @@ def _mamba(config: dict[str, Any], at: str, *, norm: bool = True) -> Shapes:
 
 _SHAPED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Shapes]]] = {
     "mla": (_DEEPSEEK, _deepseek),
+    "mla-default-rope": ({name: value for name, value in _DEEPSEEK.items() if name != "rope_scaling"}, _deepseek),
     "mtp": (_MTP, _deepseek),
     "granite": (_GRANITE, _granite),
     "falcon-h1": (_FALCON, _falcon),

@@ -204,7 +204,10 @@ PP2 = {"pp": 2, "eager": False,
 """On a CPU vLLM makes the buffer between stages while it warms up to compile: an eager second stage asserts without it.
 "Compiled" by a backend that compiles nothing, it has the buffer, and starts in seconds."""
 MLA = {"kind": "mla", "flags": ("--attention-backend", "CPU_MLA"), "max_tokens": 1024}
-MTP = MLA | {"kind": "mtp", "speculation": {"method": "mtp", "num_speculative_tokens": 1}}
+MTP = MLA | {
+    "kind": "mtp",
+    "speculation": {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"},
+}
 NGRAM = {"speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 EAGLE = {"speculation": "eagle"}
 GRANITE = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}
