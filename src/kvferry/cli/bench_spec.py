@@ -13,11 +13,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry.cli.main import ExitCode
 from kvferry.errors import ConfigError, FerryError
 from kvferry.settings import TransferMode
+
+if TYPE_CHECKING:
+    from kvferry.cli.bench_spec_serving import Served
 
 __all__ = ["QUICK_ARGS", "SERVINGS", "add_arguments", "measure", "run"]
 
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
     """One line of the table, and the answers."""
-    from kvferry.cli.bench_spec_serving import Alone, Pair, Served, Serving
+    from kvferry.cli.bench_spec_serving import Alone, Pair, Serving
     from kvferry.engines.mini.spec.settings import SpeculationSettings
 
     spec = SpeculationSettings(
@@ -102,7 +105,7 @@ def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[s
         acceptance = engine.engine.stats().acceptance.since(before)
     finally:
         engine.close()
-    gaps = [(one.times_s[-1] - one.times_s[0]) / (len(one.tokens) - 1) for one in served]
+    tok_s, tpot_ms = _speed(served, took_s)
     return {
         "serving": serving,
         "method": method,
@@ -111,21 +114,32 @@ def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[s
         "acceptance_length": round(acceptance.length, 3),
         "acceptance_by_position": [round(rate, 4) for rate in acceptance.by_position],
         "verifications": acceptance.num_verifications,
-        "tok_s": round(sum(len(one.tokens) for one in served) / took_s, 1),
-        "tpot_ms": round(1e3 * sum(gaps) / len(gaps), 3),
+        "tok_s": tok_s,
+        "tpot_ms": tpot_ms,
         "recomputed_tokens": sum(one.last.account.recomputed for one in served if one.last and one.last.account),
     }, [one.tokens for one in served]
 
 
 def _plain(args: argparse.Namespace) -> list[list[int]]:
-    """The answers without speculation."""
+    """The answers without speculation; what they cost goes to stderr."""
     from kvferry.cli.bench_spec_serving import Alone
 
     engine = Alone(_engine(args))
     try:
-        return [one.tokens for one in engine.serve(_requests(args, "p"))]
+        engine.serve([replace(_requests(args, "w")[0], prompt_token_ids=tuple(range(8, 40)))])
+        start_s = time.perf_counter()
+        served = engine.serve(_requests(args, "p"))
+        tok_s, tpot_ms = _speed(served, time.perf_counter() - start_s)
     finally:
         engine.close()
+    print(f"without speculation: {tok_s} tok/s, {tpot_ms} ms/token", file=sys.stderr, flush=True)
+    return [one.tokens for one in served]
+
+
+def _speed(served: "Sequence[Served]", took_s: float) -> tuple[float, float]:
+    """Tokens a second of all together, and milliseconds from token to token of one."""
+    gaps = [(one.times_s[-1] - one.times_s[0]) / (len(one.tokens) - 1) for one in served]
+    return round(sum(len(one.tokens) for one in served) / took_s, 1), round(1e3 * sum(gaps) / len(gaps), 3)
 
 
 def _engine(args: argparse.Namespace) -> Any:
