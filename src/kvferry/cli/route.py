@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode worker; repeatable")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8080, help="its port; 0 takes a free one (default: 8080)")
+    parser.add_argument("--etcd", metavar="URL", help="workers whose addresses are in etcd v3 there, as "
+                        "`kvferry serve --etcd` puts them; watched")  # fmt: skip
     parser.add_argument("--otlp", metavar="URL",
                         help="send OpenTelemetry spans there, OTLP over HTTP, as in http://127.0.0.1:4318; needs "
                         "kvferry[otel]; OTEL_TRACES_SAMPLER and the other variables of its SDK apply")  # fmt: skip
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         settings,
         files=files,
         open_registration=args.host in ("127.0.0.1", "::1", "localhost"),
+        etcd=args.etcd,
     )
     if args.otlp:
         router.trace_to(args.otlp)

@@ -12,6 +12,7 @@ from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engin
 from kvferry.engines.mini.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
+from kvferry.http.etcd import check_etcd
 from kvferry.http.listen import Listener, announce, check_ready_file, serve_until_signal
 from kvferry.router.keys import read_keys
 from kvferry.router.workers import check_url
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="after SIGTERM, seconds for what is open to end (default: 30)")  # fmt: skip
     parser.add_argument("--router", action="append", default=[], metavar="URL",
                         help="register with this router; repeatable")  # fmt: skip
+    parser.add_argument("--etcd", metavar="URL",
+                        help="put this worker's address into etcd v3 there, for `kvferry route --etcd`")  # fmt: skip
     parser.add_argument("--advertise-url", metavar="URL",
                         help="where routers reach this worker (default: its --host and port)")  # fmt: skip
     parser.add_argument("--register-key-file", metavar="FILE", help="the key that those routers want, in a file")
@@ -61,10 +64,11 @@ def _check_registration(args: argparse.Namespace) -> str | None:
     """The key for registering, if there is one. Raises ConfigError for what could not work."""
     for url in (*args.router, *([args.advertise_url] if args.advertise_url else [])):
         check_url(url)
-    if args.router and not args.advertise_url and args.host in ("0.0.0.0", "::", ""):
-        raise ConfigError(
-            f"--router with --host {args.host!r}: say where routers reach this worker, --advertise-url URL"
-        )
+    if args.etcd:
+        check_etcd(args.etcd)
+    if (args.router or args.etcd) and not args.advertise_url and args.host in ("0.0.0.0", "::", ""):
+        flag = "--router" if args.router else "--etcd"
+        raise ConfigError(f"{flag} with --host {args.host!r}: say where routers reach this worker, --advertise-url URL")
     return read_keys(args.register_key_file)[0] if args.register_key_file else None
 
 
@@ -94,6 +98,7 @@ def _serve_with(
     # Imported late: a wrong flag or a port in use is told before torch is loaded.
     from kvferry.engines.mini.assembly import WorkerSettings, build_worker
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+    from kvferry.engines.mini.server.etcd import EtcdRegistrar
     from kvferry.engines.mini.server.fleet import Registrar
 
     settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)
@@ -114,13 +119,18 @@ def _serve_with(
         async def main() -> None:
             await listener.start(server.app)
             logger.info("serving model=%s role=%s url=%s", model_name, args.role, listener.url)
-            registrar = Registrar(args.router, args.advertise_url or listener.url, args.role, register_key)
-            await registrar.start()
+            reached_at = args.advertise_url or listener.url
+            registrars: list[Registrar | EtcdRegistrar] = [Registrar(args.router, reached_at, args.role, register_key)]
+            if args.etcd:
+                registrars.append(EtcdRegistrar(args.etcd, reached_at, args.role, worker.identity.engine))
+            for registrar in registrars:
+                await registrar.start()
             announce(args.ready_file, url=listener.url, engine=worker.identity.engine, role=args.role)
             try:
                 await serve_until_signal(listener, server.draining)
             finally:
-                await registrar.stop()
+                for registrar in registrars:
+                    await registrar.stop()
 
         asyncio.run(main())
         if server.failure is not None and engine.on_rank_death == "exit":

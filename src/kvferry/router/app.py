@@ -13,11 +13,13 @@ from aiohttp import ClientSession, web
 from kvferry.errors import ConfigError, FerryError
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.http.etcd import check_etcd
 from kvferry.router.alarm import DecodeOnlyAlarm
 from kvferry.router.bodies import ClientBody
 from kvferry.router.cost import HandoffCost
 from kvferry.router.discovery import FleetFile, Registration, Registrations
 from kvferry.router.dispatch import Dispatch
+from kvferry.router.etcd_fleet import EtcdFleet
 from kvferry.router.keys import bearer_of, fits, key_middleware, read_keys
 from kvferry.router.meeting import Meetings
 from kvferry.router.metrics import RouterMetrics
@@ -73,14 +75,16 @@ class Router:
         *,
         files: RouterFiles | None = None,
         open_registration: bool = False,
+        etcd: str | None = None,
     ) -> None:
-        """`open_registration`: workers may register without a key. Raises ConfigError for an address that is none."""
+        """`open_registration`: workers may register without a key. `etcd`: its address, where workers have put theirs.
+        Raises ConfigError for an address that is none."""
         files = files or RouterFiles()
         for url in (*prefill, *decode):
             check_url(url)
         self._register_keys = read_keys(files.register_key) if files.register_key else ()
         self._may_register = open_registration or bool(self._register_keys)
-        if not decode and files.fleet is None and not self._may_register:
+        if not decode and files.fleet is None and not self._may_register and etcd is None:
             raise ConfigError("no decode worker is given: add --decode URL")
         settings = settings or RouterSettings()
         self.fleet = Fleet(prefill, decode, settings)
@@ -92,6 +96,7 @@ class Router:
         self.fleet.on_up.append(self._meetings.on_up)
         self.fleet.on_gone.append(lambda worker: self._metrics.forget(worker.name, worker.url))
         self._file = FleetFile(files.fleet, self.fleet) if files.fleet is not None else None
+        self._etcd = EtcdFleet(check_etcd(etcd), self.fleet, settings) if etcd is not None else None
         self._registrations = Registrations(self.fleet, settings)
         self.shared = Dispatcher(
             fleet=self.fleet, upstream=self._upstream, settings=settings, metrics=self._metrics,
@@ -150,6 +155,8 @@ class Router:
             self._upstream.session.headers["Authorization"] = f"Bearer {self.shared.worker_key}"
         if self._file is not None:
             await self._file.start()
+        if self._etcd is not None:
+            await self._etcd.start()
         await self.fleet.start(self._upstream.session)
         await self._registrations.start()
 
@@ -159,6 +166,8 @@ class Router:
         await self._registrations.stop()
         if self._file is not None:
             await self._file.stop()
+        if self._etcd is not None:
+            await self._etcd.stop()
         await self.fleet.stop()
         await self._meetings.stop()
         await self._releases.stop()

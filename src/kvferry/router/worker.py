@@ -28,6 +28,7 @@ class Source(StrEnum):
     FLAG = "flag"
     FILE = "file"
     REGISTERED = "registered"
+    ETCD = "etcd"
 
 
 class Wait(Protocol):

@@ -1,0 +1,65 @@
+"""A worker's own keys in etcd, under a lease that lives as long as the worker."""
+
+import asyncio
+import logging
+
+import aiohttp
+
+from kvferry.http.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
+
+__all__ = ["EtcdRegistrar"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class EtcdRegistrar:
+    """Puts `PREFIX/ROLE/NAME` for each of its roles, and keeps them there. On the event loop."""
+
+    def __init__(self, etcd_url: str, url: str, role: str, name: str, *, ttl_s: int = 10) -> None:
+        """`url`: where routers and other workers reach this one. `ttl_s`: it is forgotten so long after it has died."""
+        roles = ("prefill", "decode") if role == "both" else (role,)
+        self._keys = [f"{DEFAULT_PREFIX}/{one}/{name}" for one in roles]
+        self._etcd_url = etcd_url
+        self._url = url
+        self._ttl_s = ttl_s
+        self._lease = ""
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin. Where etcd does not answer it is tried again; nothing waits for it."""
+        self._session = aiohttp.ClientSession()
+        self._task = asyncio.create_task(self._keep(Etcd(self._session, self._etcd_url)))
+
+    async def stop(self) -> None:
+        """Take the keys away, and end. Idempotent; never raises for an etcd that is gone."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._session is not None:
+            try:
+                if self._lease:
+                    await Etcd(self._session, self._etcd_url).revoke(self._lease)
+            except EtcdFailed as error:
+                logger.warning("etcd keys are left to their lease cause=%s", error)
+            await self._session.close()
+            self._session = None
+
+    async def _keep(self, etcd: Etcd) -> None:
+        told = ""
+        while True:
+            try:
+                if not self._lease or not await etcd.keep_alive(self._lease):
+                    self._lease = await etcd.grant(self._ttl_s)
+                    for key in self._keys:
+                        await etcd.put(key, self._url, self._lease)
+                    logger.info("registered etcd=%s keys=%s", self._etcd_url, ",".join(self._keys))
+                told = ""
+            except EtcdFailed as error:
+                if str(error) != told:
+                    logger.warning("registration failed etcd=%s cause=%s", self._etcd_url, error)
+                told = str(error)
+            await asyncio.sleep(self._ttl_s / 3 if not told else _RETRY_S)
