@@ -91,7 +91,7 @@ load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf 
 sim: setup  ## a million simulated hand-offs with faults
 	$(BIN)/kvferry sim --runs 1000000
 
-matrix: setup  ## the whole P/D matrix, 864 cells in real processes; goes on where it stopped, and writes its page
+matrix: setup  ## the whole P/D matrix, 1,080 cells in real processes; goes on where it stopped, and writes its page
 	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl
 	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl --page docs/reference/pd-matrix.md
 

@@ -73,6 +73,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """Of each family, what `make_tiny_model` makes of it: heads that two ranks can share, layers that two stages can."""
+FAMILIES["llama-fp8"] = FAMILIES["llama"]
+KV_DTYPES = {"llama-fp8": "fp8_e4m3_token"}
 LEFT = {"mamba": 1}
 """Prompt tokens that decode computes itself, by R32."""
 PREFILL = ("TP1", "TP2", "PP2", "TP2 PP2")
@@ -85,6 +87,7 @@ PROMPT, SHARED, ANSWER = 96, 48, 8
 CELL_S = 60.0
 TITLES = {
     "llama": "Llama: full attention",
+    "llama-fp8": "Llama with its keys and values in fp8, a scale a head and token in the block",
     "gemma3": "Gemma 3: windows and full attention, in groups that share pages",
     "mla": "DeepSeek-V2: MLA, experts",
     "mamba": "Granite 4: Mamba-2 and full attention, in groups that share pages",
@@ -278,7 +281,8 @@ class Matrix:
         ):
             engine = EngineSettings(
                 model=str(model), dtype="float32", num_blocks=96, block_tokens=int(block), max_batch_tokens=64,
-                max_model_len=512, threads=1, tp=2 if "TP2" in shape else 1, pp=2 if "PP2" in shape else 1,
+                max_model_len=512, threads=1, kv_dtype=KV_DTYPES.get(cell.family, "auto"),
+                tp=2 if "TP2" in shape else 1, pp=2 if "PP2" in shape else 1,
             )  # fmt: skip
             key = f"{role.value}-{cell.family}-{cell.mode}-{block}-{shape.replace(' ', '-')}"
             settings = WorkerSettings(
