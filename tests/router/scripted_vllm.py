@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.http.listen import Listener
+from tests.router.scripted_server import ScriptedServer
 from tests.router.scripted_worker import Asked
 
 PULLS_BLOCKS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -25,20 +25,18 @@ process_start_time_seconds {started}
 
 
 @dataclass
-class VllmServer:
+class VllmServer(ScriptedServer):
     """`mode` is what its connector does; nothing but its parameters says so."""
 
     name: str
     role: str
     mode: str = "pull"
-    port: int = 0
     version: str = "0.32.0"
     usage: float = 0.25
     running: int = 0
     waiting: int = 0
     started: float = 1000.5
     asked: list[Asked] = field(default_factory=list)
-    listener: Listener | None = None
     finish: str = "length"
     """Of prefill's one token."""
     partner: "VllmServer | None" = None
@@ -46,24 +44,14 @@ class VllmServer:
     finished: set[str] = field(default_factory=set)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/version", self._version)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/v1/completions", self._post)
-        app.router.add_post("/v1/chat/completions", self._post)
-        self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
-        await self.listener.start()
-        self.port = self.listener.port
-
-    async def stop(self) -> None:
-        if self.listener is not None:
-            await self.listener.stop()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/version", self._version),
+            web.get("/v1/models", self._models),
+            web.get("/metrics", self._metrics),
+            web.post("/v1/completions", self._post),
+            web.post("/v1/chat/completions", self._post),
+        ]
 
     async def _version(self, _: web.Request) -> web.Response:
         return await _json({"version": self.version})

@@ -13,6 +13,7 @@ from aiohttp import web
 from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
+from tests.router.scripted_server import ScriptedServer
 
 PARAMS = b'{"remote_block_ids":[[1,2]],  "remote_engine_id":"p0","odd":1.50,"transfer_mode":"pull"}'
 """Odd spacing and numbers on purpose: decode must get these bytes."""
@@ -59,19 +60,17 @@ async def decode_script(request: web.Request, asked: Asked) -> web.StreamRespons
 
 
 @dataclass
-class Worker:
+class Worker(ScriptedServer):
     """A scripted worker. `info` is what it says of itself; None: 404."""
 
     name: str
     script: Script
     role: str
     mode: str = "pull"
-    port: int = 0
     info: dict[str, Any] | None = None
     asked: list[Asked] = field(default_factory=list)
     released: list[dict[str, Any]] = field(default_factory=list)
     """What the router gave up."""
-    listener: Listener | None = None
     deaf: bool = False
     """It answers no health check, as a process that is stopped."""
     num_checks: int = 0
@@ -91,24 +90,14 @@ class Worker:
             "unknown": [1],
         }
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/v1/kvferry", self._describe)
-        app.router.add_get("/v1/kvferry/blocks", self._blocks)
-        app.router.add_post("/v1/kvferry/release", self._release)
-        app.router.add_post("/v1/kvferry/meet", self._meet)
-        app.router.add_post("/v1/{rest:.*}", self._post)
-        self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
-        await self.listener.start()
-        self.port = self.listener.port
-
-    async def stop(self) -> None:
-        if self.listener is not None:
-            await self.listener.stop()
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/kvferry", self._describe),
+            web.get("/v1/kvferry/blocks", self._blocks),
+            web.post("/v1/kvferry/release", self._release),
+            web.post("/v1/kvferry/meet", self._meet),
+            web.post("/v1/{rest:.*}", self._post),
+        ]
 
     async def _describe(self, _: web.Request) -> web.Response:
         self.num_checks += 1

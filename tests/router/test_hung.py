@@ -29,8 +29,8 @@ from tests.router.scripted_worker import (
 )
 from tests.router.test_dispatch import BODY, post
 
-SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1)
-NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0)
+SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1, restart_wait_s=0)
+NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0, restart_wait_s=0)
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 streamed_or_not = pytest.mark.parametrize("stream", [False, True])
 
@@ -273,7 +273,7 @@ async def test_a_stream_of_many_chunks_sets_no_timer_a_chunk(monkeypatch: pytest
 
 async def test_a_worker_that_is_only_slow_is_asked_where_there_is_nobody_else() -> None:
     """A busy machine misses a health check. But not once it must be thought to hang."""
-    slow = RouterSettings(health_every_s=0.02, health_timeout_s=0.1, hung_after_s=30)
+    slow = RouterSettings(health_every_s=0.02, health_timeout_s=0.1, hung_after_s=30, restart_wait_s=0)
     d = a_decode()
     async with fleet(a_prefill(), d, settings=slow) as (url, router):
         d.deaf = True

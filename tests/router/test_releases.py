@@ -84,7 +84,7 @@ async def test_no_decode_worker_can_be_reached() -> None:
         return await prefill_script(request, asked)
 
     p = a_prefill(script=and_decode_is_gone)
-    async with fleet(p, d, settings=RouterSettings(health_every_s=60)) as (url, _):
+    async with fleet(p, d, settings=RouterSettings(health_every_s=60, restart_wait_s=0)) as (url, _):
         assert (await post(url, BODY))[0].status == 502
         await until(lambda: bool(p.released))
     assert given_up(p) == ids_of(p)

@@ -1,0 +1,36 @@
+"""Every scripted worker beneath its script: an HTTP server at a port that stays its own, started and stopped."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from kvferry.http.listen import Listener
+
+
+@dataclass(kw_only=True)
+class ScriptedServer:
+    """A subclass says what it answers: `routes`."""
+
+    port: int = 0
+    """0: a free one; from the first start on it stays the same, as that of a worker that restarts."""
+    listener: Listener | None = None
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """Paths and handlers."""
+        raise NotImplementedError
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_routes(self.routes())
+        self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
+        await self.listener.start()
+        self.port = self.listener.port
+
+    async def stop(self) -> None:
+        if self.listener is not None:
+            await self.listener.stop()
