@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.base import Depart, Introduce, StepOrders
+from kvferry.connector.base import Depart, Failed, Introduce, Landed, StepOrders, StepReport
 from kvferry.engines.vllm.line import SchedulerLine, WorkerLine
 from kvferry.engines.vllm.mail import Mail
 from kvferry.handoff.orders import Want
@@ -133,21 +133,26 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Mail) -
     assert [(one.first_token, tuple(one.block_ids)) for one in told.tables] == [(16, (7, 8))]
 
 
-def test_news_wake_the_engine_once_until_it_steps(worker: Worker) -> None:
-    rung = threading.Semaphore(0)
-    mail = Mail(rung.release)
+def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
+    woken = threading.Semaphore(0)
+    mail = Mail(woken.release)
+    report = StepReport(
+        landed=(Landed(TransferId("t"), RequestId("r"), TokenRange(0, 9), 1, 2, 0.5, note=b"n"),),
+        failed=(Failed(TransferId("u"), RequestId("s"), "gone", TokenRange(0, 0)),),
+        released=frozenset({TransferId("v")}),
+    )
+    assert not worker.line.tell(report), "nobody is there"
     mail.connect([worker.line.address])
     assert WorkerLineReady(worker).wait()
-    for _ in range(5):
-        worker.line.ring()
-    assert rung.acquire(timeout=WAIT_S)
-    assert mail.pending
-    assert not rung.acquire(timeout=0.05), "one ring says it all"
-    mail.take()
+    assert worker.line.tell(report)
+    assert worker.line.tell(left())
+    for _ in range(2):
+        assert woken.acquire(timeout=WAIT_S)
+    assert mail.has_news
     assert not mail.pending
-    worker.line.answered()
-    worker.line.ring()
-    assert rung.acquire(timeout=WAIT_S)
+    assert mail.take_news() == ((report,), (left(),))
+    assert not mail.has_news
+    assert mail.take_news() == ((), ())
     mail.close()
 
 
@@ -172,7 +177,7 @@ def test_nothing_is_left_of_a_line() -> None:
     worker = Worker()
     address = Path(worker.line.address)
     assert address.parent.stat().st_mode & 0o077 == 0, "only its user may knock"
-    end = SchedulerLine(str(address), lambda: None)
+    end = SchedulerLine(str(address), lambda _news: None)
     assert WorkerLineReady(worker).wait()
     assert not address.exists(), "nobody else can come"
     end.close()
@@ -183,11 +188,11 @@ def test_nothing_is_left_of_a_line() -> None:
 
 
 def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
-    end = SchedulerLine(worker.line.address, lambda: None)
+    end = SchedulerLine(worker.line.address, lambda _news: None)
     assert WorkerLineReady(worker).wait()
     worker.line.close()
     for _ in range(3):
         end.send(StepOrders(introduce=(came(),)))
     end.close()
-    worker.line.ring()
+    assert not worker.line.tell(StepReport())
     worker.line.catch_up()

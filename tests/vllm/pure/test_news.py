@@ -1,31 +1,39 @@
 """What a worker tells the scheduler."""
 
+import pytest
+
 from kvferry.connector.base import Depart, StepReport
 from kvferry.engines.vllm.news import News
 from kvferry.ids import EngineId, Incarnation, TransferId
+
+GONE = Depart(EngineId("p"), Incarnation("1"), "gone")
 
 
 def a_report(name: str) -> StepReport:
     return StepReport(released=frozenset({TransferId(name)}))
 
 
-def test_each_report_is_told_once_and_rings() -> None:  # I4
+@pytest.mark.parametrize("line", [True, False])
+def test_each_report_is_told_once(line: bool) -> None:  # I4
+    """By line, or, where there is none, with a step."""
     waiting = [StepReport(), a_report("a"), StepReport(), a_report("b")]
-    rings: list[None] = []
+    told: list[StepReport | Depart] = []
+
+    def tell(news: StepReport | Depart) -> bool:
+        if line:
+            told.append(news)
+        return line
+
     news = News()
     news.report()  # before the half is there
-    news.open(lambda: waiting.pop(0), lambda: rings.append(None))
+    news.open(lambda: waiting.pop(0), tell)
     for _ in range(4):
         news.report()
-    assert len(rings) == 2, "nothing to report is no reason to wake an engine"
-    assert news.take() == ((a_report("a"), a_report("b")), ())
+    news.lost(GONE.engine, GONE.incarnation, GONE.reason)
+    taken = news.take()
+    if line:
+        assert told == [a_report("a"), a_report("b"), GONE], "nothing to report wakes nobody"
+        assert taken == ((), ())
+    else:
+        assert taken == ((a_report("a"), a_report("b")), (GONE,))
     assert news.take() == ((), ())
-
-
-def test_a_lost_peer_rings() -> None:
-    rings: list[None] = []
-    news = News()
-    news.open(StepReport, lambda: rings.append(None))
-    news.lost(EngineId("p"), Incarnation("1"), "gone")
-    assert rings
-    assert news.take() == ((), (Depart(EngineId("p"), Incarnation("1"), "gone"),))

@@ -128,12 +128,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         """The orders of this step."""
-        engine = self._open
-        orders = Orders(*engine.build_orders(scheduler_output.preempted_req_ids or ()))
         computes = scheduler_output.total_num_scheduled_tokens or scheduler_output.finished_req_ids
-        if not (computes or orders.doomed or orders.orders):  # the workers hear of these with the step
-            engine.rest()
-        return orders
+        return Orders(
+            *self._open.build_orders(scheduler_output.preempted_req_ids or (), computes=bool(computes)),
+            answer=self._open.listens,
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """vLLM reads the ids that we add here right after this call."""
@@ -216,7 +215,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     def build_connector_worker_meta(self) -> Reports | None:
         """What has ended on this rank."""
-        return None if self._worker is None else self._worker.end()
+        told = self._connector_metadata
+        return None if self._worker is None else self._worker.end(answer=isinstance(told, Orders) and told.answer)
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Of this half, since the last call."""

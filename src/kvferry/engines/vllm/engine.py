@@ -1,8 +1,8 @@
 """The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
 
-Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and ring by it when they
-have something to report: so an engine sleeps while peers read what it has computed. On a CPU every other order goes by
-line too, as soon as it is made: no step of the engine lies between a request and its transfer.
+Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and report by it: so an
+engine sleeps while peers read what it has computed, and frees the blocks without a step. On a CPU every other order
+goes by line too, as soon as it is made: no step of the engine lies between a request and its transfer.
 """
 
 import logging
@@ -49,30 +49,36 @@ class VllmEngine:
         self._mail = mail
         self._wake = wake
         self._direct = direct and mail.connected
-        self._has_news = False
-        """This step brings what a worker has rung for."""
+        self._untold = Ended()
+        self._may_rest = False
+        """The step that is under way brings nothing."""
 
-    def build_orders(self, preempted: Iterable[str]) -> tuple[StepOrders, frozenset[str]]:
-        """The orders of this step, with the peers that came and went since the last one."""
+    def build_orders(self, preempted: Iterable[str], *, computes: bool) -> tuple[StepOrders, frozenset[str]]:
+        """The orders of this step, with the peers that came and went since the last one. `computes`: it does more."""
         self.scheduler.prepare(preempted)
-        self._has_news = self._mail.pending
         came, left = self._mail.take()
         self.send_orders()
         orders, doomed = self.scheduler.build_orders()
         if came or left:
             orders = replace(orders, introduce=came, depart=left)
+        self._may_rest = not (computes or doomed or orders) and self.listens
         return orders, doomed
 
-    def rest(self) -> None:
-        """To be called in a step that computes nothing: sleep while all that the engine has waits for peers.
+    @property
+    def listens(self) -> bool:
+        """vLLM is to be told something when this step ends, or as soon as it comes by line."""
+        return self._mail.connected and bool(self.scheduler.num_receiving or self._mail.has_news or self._untold)
+
+    def _rest(self) -> None:
+        """In a step that brings nothing: sleep while all that the engine has waits for peers.
 
         vLLM would make such steps a thousand times a second, with the processor that prefill computes on if it is the
-        same. A worker's ring, or a request, ends it at once; and so does a moment, for whatever else there may be.
+        same. A worker's news, or a request, ends it at once; and so does a moment, for whatever else there may be.
         """
         wake, waiting = self._wake, self.scheduler.num_receiving
-        if wake is None or not waiting or not self._mail.connected or wake.ending:
+        if wake is None or not waiting or wake.ending or self._mail.has_news or self._untold:
             return
-        if not (self._has_news or self._mail.pending) and wake.is_all(waiting):
+        if wake.is_all(waiting):
             wake.sleep(_REST_S)
 
     def send_orders(self) -> None:
@@ -81,17 +87,32 @@ class VllmEngine:
             self._mail.send(orders)
 
     def has_pending_work(self) -> bool:
-        """The engine must step although no request runs. Not for blocks that a peer may read: the worker rings."""
-        if self.scheduler.has_orders or self._mail.pending:
+        """The engine must step although no request runs. Not for blocks that a peer may read: the worker tells."""
+        self._hear()
+        if self.scheduler.has_orders or self._mail.pending or self._untold:
             return True
         # One that is told to end goes when nothing is pending: with the blocks that peers still read.
         return (self._wake is None or self._wake.ending) and self.scheduler.has_pending_work()
 
     def update(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> Ended:
-        """What the workers said."""
+        """At the end of a step: what the workers said with it, and by line. vLLM is to be told all of it now."""
+        if self._may_rest and not reports:
+            self._rest()
+        self._take(reports, lost)
+        self._hear()
+        ended, self._untold = self._untold, Ended()
+        return ended
+
+    def _hear(self) -> None:
+        """Blocks that come back are free at once; vLLM is told the rest at the end of a step."""
+        if self._mail.has_news:
+            self._take(*self._mail.take_news())
+
+    def _take(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> None:
         for peer in lost:
             self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
-        return self.scheduler.update(reports)
+        if reports:
+            self._untold += self.scheduler.update(reports)
 
     def close(self) -> None:
         """No socket, no thread remains."""

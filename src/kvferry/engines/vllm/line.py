@@ -1,10 +1,10 @@
 """A line of our own between vLLM's scheduler and a worker, past the engine's steps: an idle engine takes none.
 
 Down go orders, at once: peers that were accepted or are gone, and, where no stream must be kept in order, what else the
-scheduler half has to say. Up goes a ring, when a worker has something to report. The worker binds a socket in a folder
-that only its user may enter, and its address travels in its RankCard; the socket is gone from there as soon as the
-scheduler is connected. Where it cannot be reached (a worker on another host, a path that is too long), everything
-travels with the engine's steps.
+scheduler half has to say. Up goes what a worker has to report. The worker binds a socket in a folder that only its user
+may enter, and its address travels in its RankCard; the socket is gone from there as soon as the scheduler is connected.
+Where it cannot be reached (a worker on another host, a path that is too long), everything travels with the engine's
+steps.
 """
 
 import contextlib
@@ -18,18 +18,23 @@ from select import POLLIN, poll
 
 import msgspec
 
-from kvferry.connector.base import StepOrders
+from kvferry.connector.base import Depart, StepOrders, StepReport
 
 __all__ = ["SchedulerLine", "WorkerLine"]
 
 logger = logging.getLogger(__name__)
 
-_RING = b"!"
 _ENDS = (OSError, EOFError)
 _JOIN_S = 2.0
 
 
-_decoder: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
+class _Told(msgspec.Struct, array_like=True):
+    report: StepReport | None
+    lost: Depart | None
+
+
+_orders: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
+_told: msgspec.msgpack.Decoder[_Told] = msgspec.msgpack.Decoder(_Told)
 
 
 class WorkerLine:
@@ -41,7 +46,6 @@ class WorkerLine:
         self._reading = threading.Lock()
         self._connection: Connection | None = None
         self._there = poll()
-        self._rung = False
         self.address = ""
         """For the scheduler; empty: there is none."""
         try:
@@ -65,17 +69,19 @@ class WorkerLine:
             with contextlib.suppress(*_ENDS):
                 self._read(connection)
 
-    def ring(self) -> None:
-        """There is something to report. Never blocks: one ring goes out, and the next after `answered`."""
+    def tell(self, news: StepReport | Depart) -> bool:
+        """The scheduler hears it at once. False: nobody is there. One thread at a time; blocks only for a scheduler
+        that stands still.
+        """
         connection = self._connection
-        if connection is not None and not self._rung:
-            self._rung = True
-            with contextlib.suppress(*_ENDS):
-                connection.send_bytes(_RING)
-
-    def answered(self) -> None:
-        """A step is about to take what there is to report."""
-        self._rung = False
+        if connection is None:
+            return False
+        told = _Told(None, news) if isinstance(news, Depart) else _Told(news, None)
+        try:
+            connection.send_bytes(msgspec.msgpack.encode(told))
+        except _ENDS:
+            return False
+        return True
 
     def close(self) -> None:
         """No socket, no thread remains. Idempotent."""
@@ -105,19 +111,19 @@ class WorkerLine:
         """All that is there. One thread at a time, so that orders are heard in the order in which they were sent."""
         with self._reading:
             while self._there.poll(0):  # Connection.poll makes a selector each time: once a step, that is a lot
-                self._hear(_decoder.decode(connection.recv_bytes()))
+                self._hear(_orders.decode(connection.recv_bytes()))
 
 
 class SchedulerLine:
-    """The scheduler's end. `rung` is called on a thread of ours when the worker has something to report."""
+    """The scheduler's end. `hear` is called on a thread of ours with what the worker tells."""
 
-    def __init__(self, address: str, rung: Callable[[], None]) -> None:
+    def __init__(self, address: str, hear: Callable[[StepReport | Depart], None]) -> None:
         """Raises OSError where nobody can be reached."""
         if not address:
             raise OSError("a worker has none")
         self._connection = Client(address, family="AF_UNIX")
         self._sending = threading.Lock()
-        self._rung = rung
+        self._hear = hear
         self._thread = threading.Thread(target=self._run, name="kvferry-line", daemon=True)
         self._thread.start()
 
@@ -134,8 +140,10 @@ class SchedulerLine:
     def _run(self) -> None:
         try:
             with self._connection:
-                while self._connection.recv_bytes():
-                    self._rung()
+                while True:
+                    told = _told.decode(self._connection.recv_bytes())
+                    if (news := told.report or told.lost) is not None:
+                        self._hear(news)
         except _ENDS:
             logger.debug("the line to a worker has ended")
 

@@ -2,8 +2,8 @@
 
 Peers come and go on the side channel's thread. They go to the workers by line, where every worker has one; else they
 wait for the next step, for which the engine is woken. Orders of the engine's thread may go the same way (`send`): then
-a transfer begins while the step that asked for it is still being made. A worker that has news rings, and the engine is
-woken for it.
+a transfer begins while the step that asked for it is still being made. What the workers tell by line waits here for the
+engine's thread, and the engine is woken for it.
 """
 
 import logging
@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.connector.base import Depart, Introduce, StepOrders
+from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
 from kvferry.engines.vllm.line import SchedulerLine
 
 __all__ = ["Mail"]
@@ -28,13 +28,13 @@ class Mail:
         self._waiting: deque[Introduce | Depart] = deque()
         self._lines: tuple[SchedulerLine, ...] = ()
         self._sending = threading.Lock()
-        self._rung = False
+        self._news: deque[StepReport | Depart] = deque()
 
     def connect(self, addresses: Sequence[str]) -> None:
         """To every worker, or to none: peers that came by two ways would come in two orders."""
         lines: list[SchedulerLine] = []
         try:
-            lines.extend(SchedulerLine(address, self._ring) for address in addresses)
+            lines.extend(SchedulerLine(address, self._hear) for address in addresses)
         except OSError as error:
             logger.info("peers reach the workers with the engine's steps: no line to them cause=%s", error)
             for line in lines:
@@ -69,23 +69,35 @@ class Mail:
 
     def take(self) -> tuple[tuple[Introduce, ...], tuple[Depart, ...]]:
         """For the orders of a step that is being made now: who came, who left."""
-        self._rung = False
         if not self._waiting:
             return (), ()
         mail = [self._waiting.popleft() for _ in range(len(self._waiting))]
         came = tuple(peer for peer in mail if isinstance(peer, Introduce))
         return came, tuple(peer for peer in mail if isinstance(peer, Depart))
 
+    def take_news(self) -> tuple[tuple[StepReport, ...], tuple[Depart, ...]]:
+        """What the workers have told by line since the last call: reports, and peers that they found gone."""
+        if not self._news:
+            return (), ()
+        news = [self._news.popleft() for _ in range(len(self._news))]
+        reports = tuple(one for one in news if isinstance(one, StepReport))
+        return reports, tuple(one for one in news if isinstance(one, Depart))
+
+    @property
+    def has_news(self) -> bool:
+        """`take_news` has something."""
+        return bool(self._news)
+
     @property
     def pending(self) -> bool:
-        """A step is needed: for what waits here, or for a worker's news."""
-        return self._rung or bool(self._waiting)
+        """A step is needed, for what waits here."""
+        return bool(self._waiting)
 
     def close(self) -> None:
         """No socket, no thread remains. Idempotent."""
         for line in self._lines:
             line.close()
 
-    def _ring(self) -> None:
-        self._rung = True
+    def _hear(self, news: StepReport | Depart) -> None:
+        self._news.append(news)
         self._wake()

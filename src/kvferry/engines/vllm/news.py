@@ -1,4 +1,4 @@
-"""What a worker has to tell the scheduler, from the driver's thread to the thread that runs the model."""
+"""What a worker has to tell the scheduler: by line, or else with a step, by the thread that runs the model."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,28 +14,28 @@ class News:
 
     def __init__(self) -> None:
         self._collect: Callable[[], StepReport] | None = None
-        self._ring: Callable[[], None] = lambda: None
+        self._tell: Callable[[StepReport | Depart], bool] = lambda _news: False
         self._reports: deque[StepReport] = deque()
         self._lost: deque[Depart] = deque()
 
-    def open(self, collect: Callable[[], StepReport], ring: Callable[[], None]) -> None:
-        """`collect`: the worker half's end_step. `ring`: an idle engine is to make a step, and so to `take`."""
-        self._ring, self._collect = ring, collect
+    def open(self, collect: Callable[[], StepReport], tell: Callable[[StepReport | Depart], bool]) -> None:
+        """`collect`: the worker half's end_step. `tell`: see WorkerLine.tell."""
+        self._tell, self._collect = tell, collect
 
     def report(self) -> None:
         """There may be something to collect."""
         report = self._collect() if self._collect is not None else None
-        if report:
+        if report and not self._tell(report):
             self._reports.append(report)
-            self._ring()
 
     def lost(self, engine: EngineId, incarnation: Incarnation, why: str) -> None:
         """A peer was found gone."""
-        self._lost.append(Depart(engine, incarnation, why))
-        self._ring()
+        gone = Depart(engine, incarnation, why)
+        if not self._tell(gone):
+            self._lost.append(gone)
 
     def take(self) -> tuple[tuple[StepReport, ...], tuple[Depart, ...]]:
-        """Everything since the last call."""
+        """Everything since the last call that could not be told by line."""
         if not self._reports and not self._lost:
             return (), ()
         reports = tuple(self._reports.popleft() for _ in range(len(self._reports)))

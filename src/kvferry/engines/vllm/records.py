@@ -39,11 +39,14 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # as above
     orders: StepOrders = field(default_factory=StepOrders)
     doomed: frozenset[str] = frozenset()
     """Requests that every worker is to report as failed: vLLM ends them with an error."""
+    answer: bool = False
+    """Workers are to report, if only nothing: vLLM calls update_connector_output for a report, and the scheduler half
+    has something to tell vLLM, or will have."""
 
 
 @dataclass(frozen=True)
 class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """Workers to scheduler, in a step in which there is something to say."""
+    """Workers to scheduler, in a step in which there is something to say that did not go by line."""
 
     reports: tuple[StepReport, ...] = ()
     lost: tuple[Depart, ...] = ()

@@ -34,12 +34,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What one step's reports came to: the ids to report to vLLM now."""
+    """What reports came to: the ids to report to vLLM."""
 
-    received: frozenset[str]
-    sent: frozenset[str]
+    received: frozenset[str] = frozenset()
+    sent: frozenset[str] = frozenset()
     landed: tuple[Landed, ...] = ()
     failed: tuple[Failed, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.received or self.sent or self.landed or self.failed)
+
+    def __add__(self, other: "Ended") -> "Ended":
+        return Ended(
+            self.received | other.received,
+            self.sent | other.sent,
+            self.landed + other.landed,
+            self.failed + other.failed,
+        )
 
 
 @dataclass(slots=True)

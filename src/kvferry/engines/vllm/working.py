@@ -76,7 +76,7 @@ class VllmWorker:
             on_report=self._news.report,
         )
         self._line = WorkerLine(self._half.start_step)
-        self._news.open(self._half.end_step, self._line.ring)
+        self._news.open(self._half.end_step, self._line.tell)
         self.card = RankCard(
             index=view.rank.index,
             incarnation=incarnation,
@@ -114,12 +114,10 @@ class VllmWorker:
         if self._half is not None and orders.orders:
             self._half.start_step(orders.orders)
 
-    def end(self) -> Reports | None:
-        """What has ended, if anything."""
-        if self._line is not None:
-            self._line.answered()
+    def end(self, *, answer: bool) -> Reports | None:
+        """What has ended, if anything that the scheduler does not know yet. `answer`: see Orders."""
         reports, lost = self._news.take()
-        return Reports(reports, lost) if reports or lost else None
+        return Reports(reports, lost) if reports or lost or answer else None
 
     def stats(self) -> HandoffStats:
         """Counters since the start."""
