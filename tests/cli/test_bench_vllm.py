@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.cli import bench_vllm, bench_vllm_peer
 from kvferry.cli.bench_vllm_client import ask, decode_first_params, prefill_params, serve_pair
+from kvferry.cli.bench_vllm_measures import Fleet, grant_cores, waiting_cores
 from kvferry.cli.bench_vllm_models import GEMMA, KV_HEAVY, make_eagle, make_model
 from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, free_port, kv_transfer_config
 from kvferry.cli.bench_vllm_zygote import Zygote
@@ -124,6 +125,19 @@ def test_a_pair_is_asked_as_a_router_asks(spec: VllmSpec) -> None:
         lie = serve_pair(prefill, decode, [5], between=lambda told: told.params | {"remote_host": "fail"})
         assert (lie.decode.status, lie.decode.error) == (500, "hash mismatch")
     assert ask(prefill, [1], max_tokens=1, timeout_s=2.0).status == 0  # it is gone, and that is an answer too
+
+
+def test_cores_are_counted_while_a_grant_is_open_and_while_decode_waits(spec: VllmSpec) -> None:
+    """Each of its own server, and every request of theirs ends."""
+    with VllmServer(spec, quiet) as prefill, VllmServer(spec.but(name="d0"), quiet) as decode:
+        for one in (prefill, decode):
+            one.start()
+        for one in (prefill, decode):
+            one.wait_ready(20.0)
+        fleet = Fleet(None, "", Path(), "push", ["kvferry"], 8192, pairs={"kvferry": (prefill, decode)})  # type: ignore[arg-type]  # nothing is started
+        for cores in (grant_cores(fleet, 0.1), waiting_cores(fleet, 0.1)):
+            assert set(cores) == {"kvferry"}
+            assert 0.0 <= cores["kvferry"] < 4.0
 
 
 def test_each_connector_is_configured_in_its_own_words(spec: VllmSpec) -> None:

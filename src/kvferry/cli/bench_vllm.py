@@ -23,12 +23,14 @@ from typing import Any
 from kvferry.cli.bench_vllm_measures import (
     Fleet,
     Sample,
+    grant_cores,
     hand_over,
     idle_cores,
     prompt_of,
     scatter,
     step_times,
     throughput,
+    waiting_cores,
 )
 from kvferry.cli.bench_vllm_models import KV_HEAVY, make_model
 from kvferry.cli.bench_vllm_servers import base_environment
@@ -138,6 +140,9 @@ def _measure(args: argparse.Namespace, zygote: Zygote, python: str, model: Path,
         if "idle" in args.only:
             _tell(f"{name}, {mode}: idle")
             yield from _each(fleet, name, mode, "idle", "idle_cores", idle_cores(fleet, 4.0))
+            yield from _each(fleet, name, mode, "idle", "prefill_cores_grant_open", grant_cores(fleet, 3.0))
+            if mode == "push":
+                yield from _each(fleet, name, mode, "idle", "decode_cores_waiting", waiting_cores(fleet, 3.0))
         if "memory" in args.only:
             used = {key: sum(one.rss_mib() for one in pair) for key, pair in fleet.pairs.items()}
             yield from _each(fleet, name, mode, "memory", "memory_mib", used)
@@ -155,9 +160,9 @@ def _ttft(fleet: Fleet, name: str, way: str, prompts: Sequence[int], repeats: in
             order = list(fleet.pairs) if turn % 2 else list(reversed(fleet.pairs))
             for connector in order:
                 before_s = sum(one.cpu_s() for one in fleet.pairs[connector])
-                sample = hand_over(
-                    fleet, connector, prompt_of(dice, num_tokens if turn else min(num_tokens, 1024)), way
-                )
+                # SmolLM2 takes long; the other model touches the memory of every block that is measured later.
+                length = num_tokens if turn or name == "kv" else min(num_tokens, 1024)
+                sample = hand_over(fleet, connector, prompt_of(dice, length), way)
                 if turn:  # the first of each length is for caches and allocators
                     samples[connector].append(sample)
                     cpu_s[connector] += sum(one.cpu_s() for one in fleet.pairs[connector]) - before_s

@@ -8,18 +8,30 @@ import random
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from kvferry.cli.bench_vllm_client import Served, ask, serve_pair
+from kvferry.cli.bench_vllm_client import Served, ask, decode_first_params, prefill_params, serve_pair
 from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec
 from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
 from kvferry.errors import FerryError
 
-__all__ = ["Fleet", "Sample", "hand_over", "idle_cores", "scatter", "step_times", "throughput", "transfer_s"]
+__all__ = [
+    "Fleet",
+    "Sample",
+    "grant_cores",
+    "hand_over",
+    "idle_cores",
+    "scatter",
+    "step_times",
+    "throughput",
+    "transfer_s",
+    "waiting_cores",
+]
 
 PATCHES = {"builtin": "neutralise", "kvferry": "neutralise_yield"}
 """sched_yield is vLLM's own and touches both; the other two are the built-in connector's."""
@@ -150,6 +162,39 @@ def idle_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
     threading.Event().wait(seconds)
     passed_s = time.monotonic() - begun_s
     return {name: (sum(one.cpu_s() for one in pair) - before[name]) / passed_s for name, pair in fleet.pairs.items()}
+
+
+def grant_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
+    """Cores that prefill burns while blocks of one answered request wait for a decode worker that does not come."""
+    dice, cores = random.Random(29), {}
+    for name, (prefill, _) in fleet.pairs.items():
+        answer = ask(prefill, prompt_of(dice, 200), max_tokens=1, params=prefill_params(uuid.uuid4().hex))
+        if not answer.ok:
+            raise FerryError(f"{name}: prefill answered {answer.status} {answer.error!r}: see its log")
+        cores[name] = _cores(prefill, seconds)
+    return cores
+
+
+def waiting_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
+    """Push: cores that decode burns while it waits for a prompt that prefill has not begun to compute."""
+    dice, cores = random.Random(31), {}
+    for name, (prefill, decode) in fleet.pairs.items():
+        prompt, request_id, transfer_id = prompt_of(dice, 200), uuid.uuid4().hex, uuid.uuid4().hex
+        params = decode_first_params(prefill, request_id, transfer_id)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(ask, decode, prompt, max_tokens=2, params=params, request_id=request_id)
+            threading.Event().wait(0.3)
+            cores[name] = _cores(decode, seconds)
+            ask(prefill, prompt, max_tokens=1, params=prefill_params(transfer_id), request_id=request_id)
+            if not (answer := waits.result()).ok:
+                raise FerryError(f"{name}: decode answered {answer.status} {answer.error!r}: see its log")
+    return cores
+
+
+def _cores(server: VllmServer, seconds: float) -> float:
+    before_s, begun_s = server.cpu_s(), time.monotonic()
+    threading.Event().wait(seconds)
+    return (server.cpu_s() - before_s) / (time.monotonic() - begun_s)
 
 
 def scatter(server: VllmServer, num_blocks: int, dice: random.Random) -> None:
