@@ -1,8 +1,8 @@
 """The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
 
 Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and report by it: so an
-engine sleeps while peers read what it has computed, and frees the blocks without a step. On a CPU every other order
-goes by line too, as soon as it is made: no step of the engine lies between a request and its transfer.
+engine sleeps while peers read what it has computed, and frees the blocks when it hears of it. On a CPU the other orders
+go by line too, as soon as they are made: no step of the engine lies between a request and its transfer.
 """
 
 import logging
@@ -50,11 +50,14 @@ class VllmEngine:
         self._wake = wake
         self._direct = direct and mail.connected
         self._untold = Ended()
+        self._changed = False
+        """Blocks came back since the last step: vLLM counts them, for its metrics, at the end of one."""
         self._may_rest = False
         """The step that is under way brings nothing."""
 
     def build_orders(self, preempted: Iterable[str], *, computes: bool) -> tuple[StepOrders, frozenset[str]]:
         """The orders of this step, with the peers that came and went since the last one. `computes`: it does more."""
+        self._changed = False
         self.scheduler.prepare(preempted)
         came, left = self._mail.take()
         self.send_orders()
@@ -89,7 +92,7 @@ class VllmEngine:
     def has_pending_work(self) -> bool:
         """The engine must step although no request runs. Not for blocks that a peer may read: the worker tells."""
         self._hear()
-        if self.scheduler.has_orders or self._mail.pending or self._untold:
+        if self.scheduler.has_orders or self._mail.pending or self._untold or self._changed:
             return True
         # One that is told to end goes when nothing is pending: with the blocks that peers still read.
         return (self._wake is None or self._wake.ending) and self.scheduler.has_pending_work()
@@ -100,6 +103,7 @@ class VllmEngine:
             self._rest()
         self._take(reports, lost)
         self._hear()
+        self._changed = False
         ended, self._untold = self._untold, Ended()
         return ended
 
@@ -113,6 +117,7 @@ class VllmEngine:
             self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
         if reports:
             self._untold += self.scheduler.update(reports)
+            self._changed = True
 
     def close(self) -> None:
         """No socket, no thread remains."""
