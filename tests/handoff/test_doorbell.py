@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.clock import MonotonicClock
+from kvferry.handoff.actions import Send
 from kvferry.handoff.doorbell import EXPECTING_S, Doorbell, numeric
 from kvferry.handoff.orders import StepOrders
 from kvferry.handoff.pace import pause_s
@@ -194,3 +195,35 @@ def test_pauses() -> None:
     assert pause(due_s=100.01) == pytest.approx(0.01)
     assert pause(due_s=90.0) == 0.001, "late is no reason to spin"
     assert pause(all_ring=False, has_peers=False) == 0.05
+
+
+def test_a_landing_is_reported_before_prefill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for it; the Confirm that gives prefill its blocks back is no hurry."""
+    _, transports = memory_transports()
+    settings = settings_for(TransferMode.PUSH)
+    p, d = (_WithHost(name, role, settings, transports) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)))
+    order: list[str] = []
+    driver = d.drivers[0]
+    send, report = driver._send, driver._report
+
+    def sent(action: Send) -> None:
+        order.append(type(action.message).__name__)
+        send(action)
+
+    def reported() -> None:
+        report()
+        order.append("reported" if driver.has_report else "")
+
+    monkeypatch.setattr(driver, "_send", sent)
+    monkeypatch.setattr(driver, "_report", reported)
+    try:
+        p.meet(d)
+        d.meet(p)
+        p.fill([5], 1)
+        d.submit(StepOrders(want=(want("t1", p, TransferMode.PUSH, [4], 0, 3),)))
+        p.submit(StepOrders(offer=(offer("t1", [5], 3),)))
+        until(lambda: bool(p.seen[0].taken), p)
+        assert order.index("reported") < order.index("Confirm")
+    finally:
+        d.close()
+        p.close()

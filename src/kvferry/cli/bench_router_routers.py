@@ -19,7 +19,7 @@ import msgspec
 from kvferry.cli.lifetime import SUPERVISOR_VARIABLE
 from kvferry.errors import FerryError
 
-__all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "running", "start_fleet"]
+__all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "pin", "running", "start_fleet"]
 
 RIVALS = ("vllm-router==0.1.17", "smg==1.13.0")
 _START_S = 60.0

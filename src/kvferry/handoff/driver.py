@@ -36,11 +36,9 @@ __all__ = ["Driver"]
 logger = logging.getLogger(__name__)
 
 _NOTHING = StepReport()
-_RETRY_S = 1.0
-_MAX_RETRY_S = 30.0
+_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
 """A lost peer is connected again after 1 s, 2 s, 4 s ... up to this, for as long as it was not introduced anew."""
-_START_S = 60.0
-_CLOSE_S = 15.0
+_START_S, _CLOSE_S = 60.0, 15.0
 
 
 @dataclass(slots=True)
@@ -236,13 +234,14 @@ class Driver:
         if due_s is not None and due_s <= now_s:
             busy = True
             core.tick(now_s)
-        if self._away:
-            self._come_back(now_s)
+        self._come_back(now_s)
         if now_s >= self._presence.next_s:
             busy = True
             self._miss(self._presence.tick(now_s), f"nothing was heard of it for {self._gone_after_s:g} s", now_s)
         if silent := core.take_silent():
             self._miss([peer.name for peer in silent], "it gave no sign of life for a hand-off", now_s)
+        if core.decode.landed:
+            self._report()  # before anything is sent: the engine waits for it
         busy = self._act() or busy
         if busy:
             self._report()
