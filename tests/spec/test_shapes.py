@@ -90,6 +90,29 @@ def test_modules_of_a_hybrid_across_the_hand_off(
         assert accepted(pair) == accepted(alone)
 
 
+HYBRID_PAIRS = [(3, 3, "pull"), (0, 3, "push"), (1, 3, "push"), (5, 2, "pull"), (2, 5, "pull"), (3, 1, "pull")]
+
+
+@pytest.mark.parametrize(("k_p", "k_d", "mode"), HYBRID_PAIRS)
+def test_trained_modules_of_a_hybrid_across_the_hand_off(
+    serving: MakeServing, plain: Plain, k_p: int, k_d: int, mode: str
+) -> None:
+    """R5, R32, R35: many drafts stand, and the same ones as with one engine alone, in unequal blocks. A state cannot be
+    clamped to fewer tokens: both sides stop where the number of modules says, whatever their depths."""
+    model, prompts = "byte-mtp-hybrid", [*PROMPTS, text(70, 2500)]
+    settings = [engine(model, "mtp", count, block_tokens=size) for count, size in ((k_p, 8), (k_d, 4))]
+    pair, alone = serving(Pair, *settings, mode=TransferMode(mode)), serving(Alone, settings[1])
+    served = pair.serve(ask(prompts, 24))
+    assert tokens(served) == tokens(alone.serve(ask(prompts, 24))) == plain(model, prompts, 24)
+    assert accepted(pair) == accepted(alone)
+    assert accepted(pair).by_position[0] > 0.5
+    for prompt, one in zip(prompts, served, strict=True):
+        assert one.last is not None
+        assert one.last.account is not None
+        assert one.last.account.handed_over + one.last.account.cached == max(0, len(prompt) - 3)
+        assert one.last.account.why.startswith("the model keeps a recurrent state")
+
+
 @pytest.mark.parametrize("draft", ["byte-mtp", "windowed"])
 def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed: str, draft: str) -> None:  # R7
     """The target itself as draft: all stands. One with other layers: not all. Its KV goes along."""

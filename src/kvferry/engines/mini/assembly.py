@@ -146,7 +146,8 @@ class Worker:
         )
         groups, first_token = executor.layouts[0].groups, settings.ferry.transfer.first_token
         drafter = find_drafter(settings.engine, self._model)
-        lookahead = drafter.speculative.handoff_lookahead if drafter is not None else 0
+        state = any(group.kind is CacheKind.STATE for group in groups)
+        lookahead = drafter.speculative.handoff_lookahead(state=state) if drafter is not None else 0
         count = tokens_handed_over(groups, lookahead=lookahead, first_token=first_token)
         return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry, count))
 

@@ -24,7 +24,7 @@ __all__ = [
     "smollm2_file",
 ]
 
-BUNDLED = ("byte-mtp", "byte-mtp-window")
+BUNDLED = ("byte-mtp", "byte-mtp-window", "byte-mtp-hybrid", "eagle3-smollm2")
 """Models that come with kvferry: see models_data/README.md."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
