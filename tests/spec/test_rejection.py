@@ -155,6 +155,23 @@ def test_settings() -> None:
         SpeculationSettings(method="ngram", num_speculative_tokens=1, draft_sample_method="probabilistic")
 
 
+def test_drawn_drafts_in_small_steps_and_with_preemption(serving: MakeServing, byte_mtp: str) -> None:
+    """Steps without room for all drafts, requests that start again: each answer ends, twice the same from a seed."""
+    settings = engine(byte_mtp, "mtp", 5, spec_draft_sample_method="probabilistic", num_blocks=44, max_batch_tokens=14)
+    prompts = [text(length, 1500 * i) for i, length in enumerate((1, 5, 16, 17, 40, 63))]
+    sampling = {"temperature": 1.1, "top_p": 0.9, "seed": 4, "frequency_penalty": 0.3, "logprobs": 1}
+    answers = []
+    for _ in range(2):
+        one = serving(Alone, settings)
+        answers.append(tokens(one.serve(ask(prompts, 60, **sampling))))
+        assert one.engine.stats().preemptions > 0
+        assert accepted(one).rate > 0.2
+        one.engine.check()
+        assert not one.engine._speculation._odds  # type: ignore[union-attr]
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]] == [60] * len(prompts)
+
+
 PROMPT, TOP = text(9, 5000), 3
 REQUESTS = 800
 
