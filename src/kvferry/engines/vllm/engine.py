@@ -32,7 +32,7 @@ from kvferry.wire.versions import protocol_range
 
 __all__ = ["VllmEngine", "start_engine"]
 
-_REST_S = 0.02
+_REST_S = 0.1
 
 logger = logging.getLogger(__name__)
 
