@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,7 +45,8 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
     """The router first: it knows nobody. Then p and d, which register."""
     with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(tiny), mode=str(request.param)) as fleet:
         policies = ("--prefill-policy", "prefix_aware", "--decode-policy", "prefix_aware")
-        router = fleet.route("--registration-lease", "2", *policies, prefill=[], decode=[])
+        waits = ("--registration-lease", "2", "--restart-wait", "150")  # a busy machine loads torch slowly
+        router = fleet.route(*waits, *policies, prefill=[], decode=[])
         p = fleet.worker("p", "--router", router.url, role="prefill")
         d = fleet.worker("d", "--router", router.url, role="decode")
         p.wait_ready()
@@ -125,6 +127,24 @@ def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Flee
     p.start()
     p.wait_ready()
     eventually("it is known again", lambda: _usable(fleet.routers["router"]) == {"p", "d"}, within_s=5.0)
+
+
+def test_a_restart_of_the_only_decode_worker_fails_no_request(fleet: Fleet) -> None:
+    """It drains, says that it ends, and comes back as another process; requests that come meanwhile wait."""
+    d, prompt = fleet.workers["d"], a_prompt(45, 11)
+    right = complete(fleet.url, prompt, max_tokens=4, ignore_eos=True)
+    assert right.whole, right
+    assert d.stop(30.0) == 0
+    with ThreadPoolExecutor(3) as pool:
+        asking = [
+            pool.submit(complete, fleet.url, prompt, max_tokens=4, ignore_eos=True, stream=streamed, timeout_s=170.0)
+            for streamed in (False, True, False)
+        ]
+        eventually("they wait", lambda: metrics(fleet.url)["kvferry_router_waiting"] == 3)
+        d.start()
+        d.wait_ready()
+        answers = [one.result() for one in asking]
+    assert all(answer.whole and answer.token_ids == right.token_ids for answer in answers), answers
 
 
 def _send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
