@@ -41,6 +41,8 @@ class VllmServer(ScriptedServer):
     """Of prefill's one token."""
     partner: "VllmServer | None" = None
     """Of decode in push mode: where the prompt's KV comes from."""
+    fails: str = ""
+    """The text with which decode refuses a hand-off."""
     finished: set[str] = field(default_factory=set)
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -71,7 +73,7 @@ class VllmServer(ScriptedServer):
         if params.get("do_remote_decode"):
             return await self._prefill(asked)
         if params.get("do_remote_prefill"):
-            problem = await self._receive(asked, params)
+            problem = self.fails or await self._receive(asked, params)
             if problem:
                 return web.json_response({"error": {"message": problem, "type": "x", "code": 500}}, status=500)
         return await _json({

@@ -1,6 +1,7 @@
 """In front of stock vLLM servers: mode and address are learned from what prefill returns, never guessed (R15, R16)."""
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -136,6 +137,18 @@ async def test_prefills_own_token_is_no_answer_of_vllm() -> None:
         response, _ = await post(url, BODY)
     assert response.headers["x-kvferry-route"] == "pull"
     assert len(d.asked) == 1
+
+
+async def test_where_vllm_tells_no_reason_the_client_is_told_where_one_is() -> None:
+    p, d = a_pair("pull")
+    async with fleet(p, d) as (url, _):
+        for text, more in (("Internal server error", "its log does"), ("no room", "")):
+            d.fails = text
+            response, raw = await post(url, BODY)
+            assert response.status == 502
+            message = json.loads(raw)["error"]["message"]
+            assert f"answered 500: {text}" in message
+            assert ("its log does" in message) is bool(more)
 
 
 def test_metrics_of_vllm() -> None:

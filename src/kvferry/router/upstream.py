@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _ELSEWHERE = frozenset({429})
 """Client errors that another worker may not have."""
+_VLLM_TELLS_NOTHING = "Internal server error"
+"""Its whole text for a hand-off that failed: no connector can set another one."""
 
 
 class Upstream:
@@ -124,9 +126,10 @@ class _Begin:
 async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
     body = await answer.read()
     status = 503 if answer.status in (429, 503) else 502
-    return WorkerFailed(
-        worker, f"answered {answer.status}: {_message_in(body)}", reached=True, status=status, answered=True
-    )
+    message = _message_in(body)
+    if message == _VLLM_TELLS_NOTHING and worker.info is not None and worker.info.kind == "vllm":
+        message += " (vLLM tells no reason; its log does: 'request fails, by kv_load_failure_policy ... cause=')"
+    return WorkerFailed(worker, f"answered {answer.status}: {message}", reached=True, status=status, answered=True)
 
 
 class _Error(msgspec.Struct, frozen=True):
