@@ -14,12 +14,14 @@ def read(extra: dict[str, Any], role: str = "kv_producer", policy: str = "recomp
     return read_options(extra, kv_role=role, failure_policy=policy)
 
 
-def test_defaults_are_kvferrys_but_for_the_first_token() -> None:
+def test_defaults_are_kvferrys_but_for_the_first_token_and_the_staging_memory() -> None:
     options = read({})
     ferry = FerrySettings()
     assert options.ferry.lease == ferry.lease
     assert options.ferry.transfer.mode is TransferMode.PULL
     assert options.ferry.transfer.first_token is False
+    assert options.ferry.transfer.staging_bytes == 16 << 20
+    assert read({"transfer.staging_bytes": 1 << 20}).ferry.transfer.staging_bytes == 1 << 20
     assert options.role is Role.PREFILL
 
 

@@ -3,7 +3,7 @@
 `kv_connector_extra_config` takes `mode` (pull, push), `strict`, `any_version`, and the parts of FerrySettings by name
 (`transfer`, `lease`, `side_channel`), each an object of settings, or setting by setting as `lease.ttl_s`. Whatever else
 it holds is refused, so that a setting that was misspelt is not a default that nobody wanted. `kv_load_failure_policy`
-is vLLM's own, and decides on_failure.
+is vLLM's own, and decides on_failure. `transfer.staging_bytes` is 16 MiB where it is not set.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Ro
 _PARTS = ("transfer", "lease", "side_channel")
 _OURS = ("mode", "strict", "any_version", *_PARTS)
 _WHERE = "kv_connector_extra_config"
+STAGING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_polic
     # vLLM's decode samples from its own pass over the last prompt token: another first token would be said twice.
     if transfer.setdefault("first_token", False):
         raise ConfigError(f"{_WHERE}.transfer.first_token=True: vLLM's decode cannot take prefill's first token")
+    # Registered memory is resident memory, beside a connector that has none. A pool this large is still filled and sent
+    # in pieces that are long for every wire.
+    transfer.setdefault("staging_bytes", STAGING_BYTES)
     settings = FerrySettings()
     kinds = {name: type(getattr(settings, name)) for name in _PARTS}
     return Options(
