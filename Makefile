@@ -73,14 +73,14 @@ test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
 	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
 
 check: setup  ## formatting, lint, types, architecture
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests training
+	$(BIN)/ruff check src tests training
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
 fix: setup  ## what the checks can mend themselves
-	$(BIN)/ruff format src tests
-	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests training
+	$(BIN)/ruff check --fix src tests training
 
 bench: setup  ## the benchmarks; JSON with its environment goes to out/
 	$(BIN)/kvferry bench all --out out
