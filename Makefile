@@ -66,7 +66,7 @@ test-full: setup setup-gemma  ## SmolLM2 against transformers in all combination
 	FULL=1 $(BIN)/python -m pytest -q tests/engines/test_mini_smollm2.py
 
 test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
-	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/vllm/test_contract.py tests/vllm/test_known_blocks.py
+	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/vllm/test_contract.py tests/vllm/test_known_blocks.py tests/vllm/test_working.py
 	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/vllm/test_end_to_end.py --durations=10
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
