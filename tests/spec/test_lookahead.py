@@ -6,6 +6,7 @@ import pytest
 
 from kvferry.connector.lookahead import (
     extra_window_tokens,
+    handoff_lookahead,
     handoff_tokens,
     num_prefill_lookahead_tokens,
     prefill_backoff,
@@ -50,6 +51,20 @@ def test_every_slot_handed_over_read_known_tokens(lookahead: int) -> None:
         assert tokens >= prompt - prefill_backoff(mamba=mamba, lookahead=lookahead) - 1
         if tokens and lookahead > 1:  # one token more would not do
             assert tokens + lookahead > prompt - 1
+
+
+@pytest.mark.parametrize("modules", [1, 2, 3])
+def test_beside_a_state_both_sides_stop_at_one_token(modules: int) -> None:  # R5 R32
+    """Whatever their depths; and every slot before it has read tokens of the prompt."""
+    for prompt in range(1, 30):
+        cuts = set()
+        for depth in (0, 1, 2, 3, 5):
+            lookahead = num_prefill_lookahead_tokens("mtp", depth, modules)
+            lookahead = handoff_lookahead(lookahead, num_modules=modules, state=True)
+            cuts.add(handoff_tokens(prompt, mamba=True, lookahead=lookahead))
+        (cut,) = cuts
+        assert all(p + 1 + i <= prompt - 1 for p in range(cut) for i in range(modules))
+    assert handoff_lookahead(5, num_modules=3, state=False) == 5
 
 
 def test_verified_tokens_agree_with_the_handoff() -> None:

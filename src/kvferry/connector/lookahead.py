@@ -13,6 +13,7 @@ such hidden states: it must compute the tail itself. docs/explanation/speculatio
 __all__ = [
     "HIDDEN_STATE_METHODS",
     "extra_window_tokens",
+    "handoff_lookahead",
     "handoff_tokens",
     "num_prefill_lookahead_tokens",
     "prefill_backoff",
@@ -40,6 +41,16 @@ def prefill_backoff(*, mamba: bool, lookahead: int) -> int:
     to be computed once more to choose the first one of the answer. `lookahead`: num_prefill_lookahead_tokens.
     """
     return max(1 if mamba else 0, lookahead - 1)
+
+
+def handoff_lookahead(lookahead: int, *, num_modules: int, state: bool) -> int:
+    """The lookahead that a hand-off backs off by: `handoff_tokens` takes it. `lookahead`: num_prefill_lookahead_tokens.
+
+    `state`: the model keeps a recurrent state. It is the one after exactly as many tokens as prefill computed, and
+    decode cannot take fewer; so both sides must stop at one token whatever their depths (R5). With several modules that
+    is so many tokens before the end that each slot of each module has read known ones: the number of modules says it.
+    """
+    return num_modules if state and num_modules > 1 else lookahead
 
 
 def handoff_tokens(num_prompt_tokens: int, *, mamba: bool, lookahead: int) -> int:

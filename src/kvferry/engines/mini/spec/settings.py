@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.connector.lookahead import num_prefill_lookahead_tokens
+from kvferry.connector.lookahead import handoff_lookahead, num_prefill_lookahead_tokens
 from kvferry.errors import ConfigError
 
 __all__ = ["METHODS", "TEXT_METHODS", "SpeculationSettings", "SpeculativeConfig"]
@@ -152,15 +152,11 @@ class SpeculativeConfig:
         return num_prefill_lookahead_tokens(self.settings.method, self.num_tokens, self.num_modules)
 
     def handoff_lookahead(self, *, state: bool) -> int:
-        """The same for a hand-off: 0 where none of the drafter's slots is handed over, and with the unsafe switch.
-
-        `state`: the model keeps a recurrent state. It is the one after exactly as many tokens as prefill computed, so
-        both sides must stop at the same token, whatever their depths (R5): with several modules, so many before the end
-        that each slot of each module has read known tokens, which the number of modules says, and no depth.
-        """
+        """connector.lookahead.handoff_lookahead; 0 where none of the drafter's slots is handed over, and with the unsafe
+        switch."""
         if self.settings.unsafe_without_backoff or self.settings.cold_start:
             return 0
-        return self.num_modules if state and self.num_modules > 1 else self.num_prefill_lookahead_tokens
+        return handoff_lookahead(self.num_prefill_lookahead_tokens, num_modules=self.num_modules, state=state)
 
     @property
     def num_tied_tokens(self) -> int:
