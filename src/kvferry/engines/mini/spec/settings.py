@@ -152,7 +152,7 @@ class SpeculativeConfig:
         return num_prefill_lookahead_tokens(self.settings.method, self.num_tokens, self.num_modules)
 
     def handoff_lookahead(self, *, state: bool) -> int:
-        """connector.lookahead.handoff_lookahead; 0 where none of the drafter's slots is handed over, and with the unsafe
+        """connector.lookahead.handoff_lookahead; 0 where no slot of the drafter is handed over, and with the unsafe
         switch."""
         if self.settings.unsafe_without_backoff or self.settings.cold_start:
             return 0
