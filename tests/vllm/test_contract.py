@@ -306,7 +306,11 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerLine, to
         other.close()
 
 
-def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(model: Path, line: WorkerLine) -> None:  # R25
+def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
+    model: Path, line: WorkerLine, monkeypatch: pytest.MonkeyPatch
+) -> None:  # R25
+    slept: list[float] = []
+    monkeypatch.setattr(Wake, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
     engine = Engine(model, "kv_producer", "p", line=line.address)
     try:
         params = prefilled(engine)
@@ -318,6 +322,8 @@ def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(model: Path,
         assert engine.input_queue is not None
         assert engine.input_queue.get(timeout=10.0)[0] is EngineCoreRequestType.WAKEUP
         assert engine.scheduler.has_requests(), "a step, for vLLM's metrics"
+        assert engine.scheduler.has_requests()
+        assert slept == [pytest.approx(0.02)], "which can wait for a moment, once"
         assert engine.num_free == engine.free
         engine.step()
         assert not engine.scheduler.has_requests()

@@ -33,6 +33,8 @@ from kvferry.wire.versions import protocol_range
 __all__ = ["VllmEngine", "start_engine"]
 
 _REST_S = 0.1
+_COUNT_AFTER_S = 0.02
+"""A step for vLLM's metrics can wait while decode, with the blocks that came back, has its first token to compute."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class VllmEngine:
         self._wake = wake
         self._direct = direct and mail.connected
         self._untold = Ended()
-        self._changed = False
+        self._changed = self._waited = False
         """Blocks came back since the last step: vLLM counts them, for its metrics, at the end of one."""
         self._may_rest = False
         """The step that is under way brings nothing."""
@@ -92,6 +94,9 @@ class VllmEngine:
     def has_pending_work(self) -> bool:
         """The engine must step although no request runs. Not for blocks that a peer may read: the worker tells."""
         self._hear()
+        if self._changed and not self._waited and self._wake is not None:
+            self._waited = True
+            self._wake.sleep(_COUNT_AFTER_S)  # a request ends it at once
         if self.scheduler.has_orders or self._mail.pending or self._untold or self._changed:
             return True
         # One that is told to end goes when nothing is pending: with the blocks that peers still read.
@@ -117,7 +122,7 @@ class VllmEngine:
             self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
         if reports:
             self._untold += self.scheduler.update(reports)
-            self._changed = True
+            self._changed, self._waited = True, bool(self._untold)
 
     def close(self) -> None:
         """No socket, no thread remains."""
