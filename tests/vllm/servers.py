@@ -26,6 +26,7 @@ from kvferry.errors import FerryError
 from tests.vllm.models import KINDS, make_kind
 
 __all__ = [
+    "READY_S",
     "Answer",
     "Lab",
     "Pair",
@@ -149,6 +150,10 @@ class Lab:
                         mode=mode, policy=changes.pop("policy", self._policy), extra=extra,
                          env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
 
+    def server(self, spec: VllmSpec) -> VllmServer:
+        """One that is not started, and will start in seconds. Whoever takes it ends it."""
+        return VllmServer(spec, zygote=self._zygote)
+
     def pair(self, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
         """The pair with these changes: the one that runs, if it is the same and well. FerryError: it did not start."""
         key = (mode, repr(prefill), repr(decode))
@@ -157,8 +162,8 @@ class Lab:
             return self._pair
         self.end_pair()
         servers = [
-            VllmServer(self.spec("prefill", mode, **prefill), zygote=self._zygote),
-            VllmServer(self.spec("decode", mode, **decode), zygote=self._zygote),
+            self.server(self.spec("prefill", mode, **prefill)),
+            self.server(self.spec("decode", mode, **decode)),
         ]
         self._pair, self._key = Pair(*servers), key
         for one in servers:

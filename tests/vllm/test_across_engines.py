@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.servers import Lab, VllmServer, ask, default_python, poll_until
+from tests.vllm.servers import READY_S, Lab, ask, default_python, poll_until
 
 pytestmark = [
     pytest.mark.vllm,
@@ -46,7 +46,7 @@ class Embedded:
         return self
 
     def ask(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": "any", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
                                 "ignore_eos": True, "return_token_ids": True}  # fmt: skip
         if params is not None:
             body["kv_transfer_params"] = params
@@ -70,9 +70,9 @@ class Embedded:
 def test_one_checkpoint_on_two_engines(lab: Lab, way: str, tmp_path: Path) -> None:  # R22 R36
     role, other = ("decode", "prefill") if way == "mini-to-vllm" else ("prefill", "decode")
     embedded = Embedded(lab.model(), other, tmp_path)
-    server = VllmServer(lab.spec(role, "pull", policy="fail"))
+    server = lab.server(lab.spec(role, "pull", policy="fail"))
     try:
-        server.start().wait_ready()
+        server.start().wait_ready(READY_S)
         embedded.wait_ready()
         for length in (17, 200, 500):
             prompt = lab.prompt(length)
