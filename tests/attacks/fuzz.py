@@ -48,6 +48,7 @@ from kvferry.wire.handoff_messages import (
 )
 from kvferry.wire.hello import Hello, RankHello
 from kvferry.wire.layout_codec import decode_layout, encode_layout
+from kvferry.wire.versions import HISTORY
 from tests.handshake.examples import facts
 
 __all__ = ["TARGETS", "engine", "run"]
@@ -158,7 +159,7 @@ Target = Callable[[bytes], str]
 
 def _envelope_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
     desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
-    good = [ask(engine("d0", Role.DECODE), protocol) for protocol in (1, 2)]
+    good = [ask(engine("d0", Role.DECODE), protocol) for protocol in HISTORY]
 
     def answer(bad: bytes) -> str:
         kind = str(decode_envelope(desk.answer(bad, "fuzz", 0.0)).kind)
@@ -171,12 +172,12 @@ def _envelope_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
 def _payload_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
     desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
-    asked = {protocol: decode_envelope(ask(engine("d0", Role.DECODE), protocol)) for protocol in (1, 2)}
+    asked = {protocol: decode_envelope(ask(engine("d0", Role.DECODE), protocol)) for protocol in HISTORY}
     # A range of one version makes the desk decode the payload in it.
     asked = {protocol: msgspec.structs.replace(envelope, protocol_max=protocol) for protocol, envelope in asked.items()}
 
     def answer(bad: bytes) -> str:
-        envelope = asked[mutator.random.choice((1, 2))]
+        envelope = asked[mutator.random.choice(list(HISTORY))]
         body = encode_envelope(msgspec.structs.replace(envelope, payload=bad))
         kind = str(decode_envelope(desk.answer(body, "fuzz", 0.0)).kind)
         desk.take_accepted()
@@ -188,7 +189,7 @@ def _payload_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
 def _reply_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
     p, d = Desk(engine("p0", Role.PREFILL)), Desk(engine("d0", Role.DECODE, tp=2))
-    good = [p.answer(ask(d.local, protocol), "x", 0.0) for protocol in (1, 2)]
+    good = [p.answer(ask(d.local, protocol), "x", 0.0) for protocol in HISTORY]
     now_s = [0.0]
 
     def answer(bad: bytes) -> str:
@@ -277,7 +278,7 @@ def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dic
     """The same at a live listener: frames of every number and size over ZeroMQ, and now and then plain TCP garbage."""
     mutator = Mutator(seed)
     draw = mutator.random
-    good = [ask(engine("d0", Role.DECODE), protocol) for protocol in (1, 2)]
+    good = [ask(engine("d0", Role.DECODE), protocol) for protocol in HISTORY]
     num_replies = num_tcp = 0
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0

@@ -1,6 +1,6 @@
 """Two prefill and two decode workers behind a router, under load: a rolling upgrade, and then kills and hang-ups.
 
-Upgrade: each worker is drained (SIGTERM), ends, and starts again as the newer release (protocol 1 to 2) at the same
+Upgrade: each worker is drained (SIGTERM), ends, and starts again as the newer release (protocol N-1 to N) at the same
 address; old and new serve side by side, every pair with a version that both speak. No request fails (R9, R11).
 
 Kills: a prefill and a decode worker are killed and restarted in turn while a tenth of the clients hang up: no wrong
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvferry.wire.versions import PROTOCOL_MAX
 from tests.e2e.client import eventually, get, metrics
 from tests.e2e.fleet import Fleet, Process
 from tests.e2e.load import Load, Question, ask_alone
@@ -25,7 +26,7 @@ NAMES = ("p0", "p1", "d0", "d1")
 ANSWER_TOKENS = 12
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "400", "--threads", "1", "--lease-ttl", "3", "--lease-renew-every", "0.5",
-    "--quarantine", "0.5", "--transfer-deadline", "10", "--protocol-max", "1", "--no-prefix-caching",
+    "--quarantine", "0.5", "--transfer-deadline", "10", "--protocol-max", str(PROTOCOL_MAX - 1), "--no-prefix-caching",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(400)]
@@ -84,7 +85,7 @@ def test_no_request_fails_while_each_worker_is_upgraded(fleet: Fleet, questions:
     assert not tally.errors, (tally.errors, fleet.tails())
     assert tally.handed_over > tally.whole / 2, tally.whys[:5]
     spoken = set().union(*(versions_in(process.log.read_text()) for process in fleet.workers.values()))
-    assert spoken == {"1", "2"}
+    assert spoken == {str(PROTOCOL_MAX - 1), str(PROTOCOL_MAX)}
     good = metrics(fleet.url)['kvferry_router_requests_total{endpoint="/v1/completions",status="200"}']
     assert good == tally.whole
 

@@ -19,7 +19,7 @@ from kvferry.handshake.handshake import (
 from kvferry.settings import Role
 from kvferry.wire.envelope import Envelope, Kind, decode_envelope, encode_envelope
 from kvferry.wire.hello import Hello
-from kvferry.wire.versions import ProtocolRange
+from kvferry.wire.versions import PROTOCOL_MAX, ProtocolRange
 from tests.handshake.examples import side
 
 
@@ -42,12 +42,12 @@ def test_a_pair_that_fits_learns_each_others_payload() -> None:
     assert isinstance(theirs, Accepted)
     assert ours.hello == p.hello
     assert theirs.hello == d.hello
-    assert (ours.protocol, num_questions) == (2, 1)
+    assert (ours.protocol, num_questions) == (PROTOCOL_MAX, 1)
 
 
 @pytest.mark.parametrize(("old", "new"), [("d0", "p0"), ("p0", "d0")])
 def test_an_old_and_a_new_release_pair_in_the_old_protocol(old: str, new: str) -> None:  # R11
-    ranges = {old: ProtocolRange(1, 1), new: ProtocolRange(1, 2)}
+    ranges = {old: ProtocolRange(1, 1), new: ProtocolRange()}
     p, d = side("p0", protocols=ranges["p0"]), side("d0", role=Role.DECODE, protocols=ranges["d0"])
     ours, theirs, num_questions = meet(d, p)
     assert isinstance(ours, Accepted)
@@ -58,7 +58,7 @@ def test_an_old_and_a_new_release_pair_in_the_old_protocol(old: str, new: str) -
 
 
 def test_no_common_version_is_a_clear_refusal() -> None:  # R8 R11
-    p, d = side("p0", protocols=ProtocolRange(2, 2)), side("d0", role=Role.DECODE, protocols=ProtocolRange(1, 1))
+    p, d = side("p0", protocols=ProtocolRange(2)), side("d0", role=Role.DECODE, protocols=ProtocolRange(1, 1))
     ours, theirs, _ = meet(d, p)
     assert isinstance(ours, Refused)
     assert isinstance(theirs, Refused)
@@ -71,7 +71,7 @@ def test_a_far_newer_peer_is_refused_before_its_payload_is_looked_at() -> None: 
     future = msgspec.structs.replace(asked, protocol_min=7, protocol_max=9, protocol=9, payload=b"\xffunreadable")
     reply, outcome = judge_ask(side("p0"), future)
     assert isinstance(outcome, Refused)
-    assert "'p0' speaks protocol 1 to 2 and 'd0' 7 to 9" in outcome.reason
+    assert f"'p0' speaks protocol 1 to {PROTOCOL_MAX} and 'd0' 7 to 9" in outcome.reason
     assert decode_envelope(reply).kind is Kind.REFUSE
 
 
@@ -112,7 +112,7 @@ def test_layouts_that_do_not_fit_are_refused_with_their_reason(error: Exception)
     reply, outcome = judge_ask(side("p0", fit=fit), decode_envelope(ask(side("d0", role=Role.DECODE))))
     assert isinstance(outcome, Refused)
     assert str(error) in outcome.reason
-    told = judge_reply(side("d0", role=Role.DECODE), reply, asked_protocol=2)
+    told = judge_reply(side("d0", role=Role.DECODE), reply, asked_protocol=PROTOCOL_MAX)
     assert isinstance(told, Refused)
     assert str(error) in told.reason
 
@@ -125,7 +125,7 @@ def changed(**changes: object) -> Envelope:
     ("envelope", "words"),
     [
         (changed(digest=b"\x00" * 32), "a digest that is not the digest of its own facts"),
-        (changed(payload=b"\xc1"), "handshake payload, version 2"),
+        (changed(payload=b"\xc1"), f"handshake payload, version {PROTOCOL_MAX}"),
         (changed(engine="somebody"), "the payload is of 'd0'"),
         (changed(incarnation="i9"), "the payload is of 'd0'"),
         (changed(kind=Kind.ACCEPT), "where a question was due"),
@@ -152,15 +152,15 @@ def test_different_transports_are_refused() -> None:
 @pytest.mark.parametrize("kind", [Kind.ASK, Kind.AGAIN])
 def test_replies_out_of_place_are_refused(kind: Kind) -> None:
     body = encode_envelope(msgspec.structs.replace(decode_envelope(ask(side("p0"))), kind=kind))
-    assert isinstance(judge_reply(side("d0", role=Role.DECODE), body, asked_protocol=2), Refused)
+    assert isinstance(judge_reply(side("d0", role=Role.DECODE), body, asked_protocol=PROTOCOL_MAX), Refused)
 
 
 def test_busy_is_temporary_and_garbage_is_not() -> None:
     d = side("d0", role=Role.DECODE)
-    told = judge_reply(d, busy("p0", "-", "later"), asked_protocol=2)
+    told = judge_reply(d, busy("p0", "-", "later"), asked_protocol=PROTOCOL_MAX)
     assert isinstance(told, Refused)
     assert told.temporary
-    garbage = judge_reply(d, b"HTTP/1.1 400", asked_protocol=2)
+    garbage = judge_reply(d, b"HTTP/1.1 400", asked_protocol=PROTOCOL_MAX)
     assert isinstance(garbage, Refused)
     assert garbage.engine is None
 

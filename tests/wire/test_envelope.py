@@ -7,6 +7,7 @@ from kvferry.errors import MalformedMessage
 from kvferry.settings import Role
 from kvferry.wire.envelope import MAGIC, Envelope, Kind, WireFact, decode_envelope, encode_envelope
 from kvferry.wire.hello import MAX_RANKS, Hello, RankHello, decode_hello, encode_hello
+from kvferry.wire.versions import HISTORY
 
 GOOD: dict[str, object] = {
     "kind": "ask",
@@ -80,7 +81,7 @@ def hello(**changes: object) -> Hello:
     return msgspec.structs.replace(base, **changes)
 
 
-@pytest.mark.parametrize("protocol", [1, 2])
+@pytest.mark.parametrize("protocol", list(HISTORY))
 @pytest.mark.parametrize("num_ranks", [0, MAX_RANKS + 1])
 def test_payload_with_too_few_or_too_many_ranks(protocol: int, num_ranks: int) -> None:  # R20
     body = encode_hello(hello(), protocol)

@@ -85,7 +85,8 @@ _decoder_v2 = msgspec.msgpack.Decoder(_HelloV2)
 
 
 def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
-    """As msgpack, in the schema of that protocol version. Version 1 leaves out what it has no words for."""
+    """As msgpack, in the schema of that protocol version (2 and 3 have the same). Version 1 leaves out what it has no
+    words for."""
     if protocol == 1:
         ranks = tuple(
             _RankV1(layout=rank.layout, transport=rank.transport, transport_metadata=rank.transport_metadata)
@@ -94,7 +95,7 @@ def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
         return _encoder.encode(
             _HelloV1(engine=hello.engine, incarnation=hello.incarnation, role=hello.role, ranks=ranks)
         )
-    assert protocol == PROTOCOL_MAX, "callers negotiate a version that we speak"
+    assert 1 < protocol <= PROTOCOL_MAX, "callers negotiate a version that we speak"
     transports = {rank.transport for rank in hello.ranks}
     assert len(transports) == 1, "the ranks of an engine use one transport"
     return _encoder.encode(

@@ -13,6 +13,7 @@ __all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_p
 HISTORY: dict[int, str] = {
     1: "payload: ranks are maps with a transport name each; no capabilities are told",
     2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are told",
+    3: "hand-off messages: renewals and their acknowledgements may tell where their sender can be rung (doorbell)",
 }
 """What each version changed. One line a version; no line is ever edited."""
 
