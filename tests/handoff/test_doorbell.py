@@ -101,6 +101,10 @@ def test_a_stranger_without_the_token_rings_nothing_and_closes_the_bell(
     far.wake()
     far.wait(LONG_S, CLOCK)  # and it is still woken by its own engine
     near.ring(PEER)
+    far.learn(PEER, "127.0.0.1", near.port, near.token)
+    far.ring(PEER)
+    near.wait(LONG_S, CLOCK)
+    assert near.heard, "a peer that was told our port sleeps until we ring: a closed bell still does"
 
 
 @pytest.mark.parametrize(

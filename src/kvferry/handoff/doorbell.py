@@ -3,7 +3,8 @@
 Transports bring messages, and tell nobody that one has come: they must be polled for. Polling often costs a core that
 decodes, polling rarely costs each hand-off several waits. So after each message the sender also sends one UDP datagram,
 the *ring*, to the port that the receiver told it in a renewal. It holds the receiver's token and nothing else, and says
-nothing but "look". A lost ring costs one pause; a forged one costs one look, and many forged ones close the bell.
+nothing but "look". A lost ring costs one pause; a forged one costs one look, and many forged ones close the bell
+(it still rings others).
 
 Rung are only peers that told a port, at the numeric address of their side channel. Everybody else is polled for.
 """
@@ -140,9 +141,9 @@ class Doorbell:
                 self._num_forged += 1
         if self._num_forged > _MAX_FORGED:
             logger.warning("doorbell closed port=%d: %d datagrams came without its token", self.port, self._num_forged)
+            # Nobody looks at it any more. We still ring with it: peers that know our port sleep until we do.
             self._poll.unregister(bell)
-            self._bell, self.port, self.heard = None, 0, False
-            bell.close()
+            self.port, self.heard = 0, False
 
     def close(self) -> None:
         """No socket remains. Idempotent."""

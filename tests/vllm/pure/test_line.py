@@ -61,6 +61,21 @@ def mail() -> Iterator[Mail]:
     one.close()
 
 
+def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, mail: Mail) -> None:
+    folder = Path(worker.line.address).parent
+    assert folder.stat().st_mode & 0o077 == 0, "only its user may enter"
+    mail.connect([worker.line.address])
+    assert WorkerLineReady(worker).wait()
+    assert not folder.exists(), "nothing is left to be removed at the exit that a kill leaves out"
+
+
+def test_no_folder_is_left_where_no_scheduler_came() -> None:
+    one = Worker()
+    folder = Path(one.line.address).parent
+    one.line.close()
+    assert not folder.exists()
+
+
 def num_lines() -> int:
     return sum(thread.name == "kvferry-line" for thread in threading.enumerate())
 

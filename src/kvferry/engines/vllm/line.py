@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
@@ -48,9 +49,14 @@ class WorkerLine:
         self._there = poll()
         self.address = ""
         """For the scheduler; empty: there is none."""
+        self._folder = ""
         try:
-            listener = Listener(family="AF_UNIX", backlog=1)
+            # Not the folder that multiprocessing makes: that one is removed at the exit of an interpreter, and vLLM's
+            # workers are killed.
+            self._folder = tempfile.mkdtemp(prefix="kvferry-line-")
+            listener = Listener(os.path.join(self._folder, "worker"), family="AF_UNIX", backlog=1)
         except OSError as error:
+            self._remove_folder()
             logger.info("no line between scheduler and worker cause=%s", error)
             return
         self.address = str(listener.address)
@@ -96,8 +102,11 @@ class WorkerLine:
 
     def _run(self, listener: Listener) -> None:
         try:
-            with listener:
-                connection = listener.accept()
+            try:
+                with listener:
+                    connection = listener.accept()
+            finally:
+                self._remove_folder()
             self._there.register(connection, POLLIN)
             self._connection = connection
             with connection:
@@ -106,6 +115,10 @@ class WorkerLine:
                     self._read(connection)
         except _ENDS:
             logger.debug("the line to the scheduler has ended")
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(self._folder)
 
     def _read(self, connection: Connection) -> None:
         """All that is there. One thread at a time, so that orders are heard in the order in which they were sent."""
