@@ -75,7 +75,16 @@ async def test_a_fleet_file_is_watched(tmp_path: Path) -> None:
             await asyncio.gather(stuck, return_exceptions=True)
 
 
-@pytest.mark.parametrize("text", ["{", '{"decodes": []}', '{"decode": ["nonsense"]}', '{"decode": [3]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"decodes": []}',
+        '{"decode": ["nonsense"]}',
+        '{"decode": ["http://127.0.0.1:2", "nonsense"]}',
+        '{"decode": [3]}',
+    ],
+)
 async def test_a_file_that_says_nothing_sensible_changes_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +102,15 @@ async def test_a_file_that_says_nothing_sensible_changes_nothing(
     file.look()
     assert len(known.decode) == 1
     await file.stop()
+
+
+async def test_a_router_that_cannot_read_its_file_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
+    router = Router([], [], FAST, files=RouterFiles(fleet="/nowhere/fleet.json"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await router._on_startup(router.app)
+    with pytest.raises(AssertionError, match="opens the session"):
+        router._upstream.session  # noqa: B018
+    await asyncio.sleep(0)
 
 
 async def test_a_file_that_cannot_be_read_at_the_start_is_told() -> None:
@@ -201,6 +219,11 @@ async def test_registration_needs_the_key_or_is_off(tmp_path: Path) -> None:
     async with routing(router) as url:
         status, body = await register(url, None)
         assert (status, body["error"]["code"]) == (403, "registration_off")
+    # On loopback there may be a proxy in front: where clients need a key, nobody registers without one.
+    files = RouterFiles(api_keys=str(tmp_path / "key"))
+    router = Router([], ["http://127.0.0.1:1"], FAST, files=files, open_registration=True)
+    async with routing(router) as url:
+        assert (await register(url, None))[0] == 403
     router = Router([], [], FAST, files=RouterFiles(register_key=str(tmp_path / "key")))
     async with routing(router) as url:
         for key in (None, "another-key"):

@@ -186,15 +186,36 @@ async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
             assert urls(router) == set()
 
 
-async def test_a_lost_etcd_leaves_the_fleet_as_it_is() -> None:
+async def test_a_watch_that_stays_silent_is_ended_and_all_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.http.etcd._WATCH_QUIET_S", 0.05)
+    silent = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"result":{"created":true}}\n')
+        await silent.wait()  # as a host that has gone without a word
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v3/watch", handle)
+    listener = Listener(app, "127.0.0.1", 0, shutdown_s=0.1)
+    await listener.start()
+    try:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(10):
+            assert [change async for change in Etcd(session, listener.url).changes("/x/", 1)] == []
+    finally:
+        silent.set()
+        await listener.stop()
+
+
+async def test_a_lost_etcd_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     found = base64.b64encode(b"http://127.0.0.1:9").decode()
     answers: dict[str, Any] = {"kv/range": _pairs(**{"decode/a": found})}
     async with a_fake(answers) as url, a_router(url) as (_, router):
         assert urls(router) == {("http://127.0.0.1:9", "decode")}
         answers["kv/range"] = 503
-        asked = router._etcd
-        assert asked is not None
-        await asyncio.sleep(0)
+        await until(lambda: "etcd is lost" in caplog.text)
         assert urls(router) == {("http://127.0.0.1:9", "decode")}
 
 

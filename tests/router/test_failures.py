@@ -358,6 +358,9 @@ async def test_models_and_fleet_view() -> None:
 def test_addresses_must_be_addresses() -> None:
     with pytest.raises(ConfigError, match=r"'localhost:1' must begin with http"):
         Router([], ["localhost:1"])
+    for host in ("x..y", "x" * 64 + ".example"):
+        with pytest.raises(ConfigError, match="idna"):
+            Router([], [f"http://{host}:1"])
     with pytest.raises(ConfigError, match="add --decode URL"):
         Router(["http://p"], [])
     with pytest.raises(ConfigError, match=r"router.health_every_s=0"):

@@ -264,6 +264,9 @@ def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> No
         open_drafter(other, directory, target)
     with pytest.raises(UnknownModel, match="speculators_model_type"):
         open_drafter(SpeculationSettings(method="eagle3", num_speculative_tokens=1, model=str(tiny)), directory, target)
+    head = SpeculationSettings(method="eagle3", num_speculative_tokens=1, model="eagle3-smollm2")
+    with pytest.raises(ConfigError, match=r"hidden_size is 576, the target's 160\. Use a head"):
+        open_drafter(head, directory, target)
     with pytest.raises(ConfigError, match="is no JSON object"):
         SpeculationSettings.from_json("mtp")
     with pytest.raises(ConfigError, match="has no key 'depth'"):

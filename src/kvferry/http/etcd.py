@@ -20,7 +20,8 @@ T = TypeVar("T")
 DEFAULT_PREFIX = "/kvferry/workers"
 _MAX_ANSWER_BYTES = 4 << 20
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-_WATCH_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+_WATCH_QUIET_S = 60.0
+"""A watch that says nothing for so long is ended, and all is read again: etcd's host may have gone without a word."""
 
 
 class EtcdFailed(PeerError):
@@ -75,7 +76,8 @@ class Etcd:
             raise EtcdFailed(f"etcd at {self.url} answered what is no key: {error}") from error
 
     async def changes(self, prefix: str, from_revision: int) -> AsyncIterator[None]:
-        """Once each time that keys which begin so have changed, from this revision on. Ends when etcd ends it."""
+        """Once each time that keys which begin so have changed, from this revision on. Ends when etcd ends it, or has
+        said nothing for a while: read again then."""
         ask = {
             "create_request": {
                 "key": _b64(prefix),
@@ -83,13 +85,16 @@ class Etcd:
                 "start_revision": str(from_revision),
             }
         }
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_WATCH_QUIET_S)
         try:
-            async with self._session.post(f"{self.url}/v3/watch", json=ask, timeout=_WATCH_TIMEOUT) as response:
+            async with self._session.post(f"{self.url}/v3/watch", json=ask, timeout=timeout) as response:
                 if response.status != 200:
                     raise EtcdFailed(f"etcd at {self.url} answered {response.status} to a watch")
                 async for line in response.content:
                     if b'"events"' in line or b'"canceled":true' in line:
                         yield
+        except aiohttp.SocketTimeoutError:
+            return
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise EtcdFailed(f"etcd at {self.url}: {type(error).__name__}: {error}") from error
 

@@ -58,7 +58,8 @@ class RouterFiles:
     """The key that is sent to workers, instead of the client's."""
 
     register_key: str | None = None
-    """The key with which workers register. Without it they can do so only while the router listens on loopback."""
+    """The key with which workers register. Without it they can do so only while the router listens on loopback and
+    has no `api_keys` either."""
 
 
 class Router:
@@ -77,13 +78,15 @@ class Router:
         open_registration: bool = False,
         etcd: str | None = None,
     ) -> None:
-        """`open_registration`: workers may register without a key. `etcd`: its address, where workers have put theirs.
+        """`open_registration`: workers may register without a key, unless clients need one. `etcd`: its address, where workers have put
+        theirs.
         Raises ConfigError for an address that is none."""
         files = files or RouterFiles()
         for url in (*prefill, *decode):
             check_url(url)
         self._register_keys = read_keys(files.register_key) if files.register_key else ()
-        self._may_register = open_registration or bool(self._register_keys)
+        # With keys for clients the loopback address may have a proxy in front: who registers gets prompts and keys.
+        self._may_register = bool(self._register_keys) or (open_registration and not files.api_keys)
         if not decode and files.fleet is None and not self._may_register and etcd is None:
             raise ConfigError("no decode worker is given: add --decode URL")
         settings = settings or RouterSettings()
@@ -150,11 +153,11 @@ class Router:
         self._tracing = tracing
 
     async def _on_startup(self, _: web.Application) -> None:
+        if self._file is not None:
+            await self._file.start()  # raises where there is none: before anything is open
         await self._upstream.start()
         if self.shared.worker_key is not None:  # for health checks and the like
             self._upstream.session.headers["Authorization"] = f"Bearer {self.shared.worker_key}"
-        if self._file is not None:
-            await self._file.start()
         if self._etcd is not None:
             await self._etcd.start()
         await self.fleet.start(self._upstream.session)
@@ -224,7 +227,8 @@ class Router:
     async def _register(self, request: web.Request) -> web.Response:
         if not self._may_register:
             raise ApiError(
-                403, "workers cannot register here: start the router with --register-key-file, or on loopback",
+                403, "workers cannot register here: start the router with --register-key-file, or on loopback "
+                    "without --api-key-file",
                 code="registration_off",
             )  # fmt: skip
         if self._register_keys and not fits(bearer_of(request), self._register_keys):

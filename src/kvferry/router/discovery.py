@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError
 from kvferry.http.errors import ApiError
 from kvferry.router.settings import RouterSettings
 from kvferry.router.worker import Source, Worker
-from kvferry.router.workers import Fleet
+from kvferry.router.workers import Fleet, check_url
 from kvferry.settings import Role
 
 __all__ = ["FleetFile", "Registration", "Registrations"]
@@ -99,6 +99,8 @@ class FleetFile:
     def _apply(self, body: _FileBody) -> None:
         wanted = {(url.rstrip("/"), Role.PREFILL) for url in body.prefill}
         wanted |= {(url.rstrip("/"), Role.DECODE) for url in body.decode}
+        for url, _ in sorted(wanted):
+            check_url(url)  # all of them before any: a file that makes no sense changes nothing
         for url, role in sorted(wanted):
             self._fleet.add(url, role, Source.FILE)
         for worker in self._fleet.workers:

@@ -45,6 +45,7 @@ def check_url(url: str) -> None:
         raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
     try:
         host, _ = urlsplit(url).hostname, urlsplit(url).port
+        (host or "").encode("idna")  # as the resolver does, which would raise this UnicodeError in the health check
     except ValueError as error:
         raise ConfigError(f"worker address {url!r} is none: {error}. Give http://HOST:PORT") from error
     if not host:

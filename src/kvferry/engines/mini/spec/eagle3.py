@@ -18,6 +18,7 @@ from kvferry.engines.mini.families.parts import GatedMlp
 from kvferry.engines.mini.families.rope import rope_tables
 from kvferry.engines.mini.models import ModelConfig, common_entries
 from kvferry.engines.mini.parallel import Shard
+from kvferry.errors import ConfigError
 
 __all__ = ["Eagle3", "Eagle3Config", "expected_tensors", "read_eagle3"]
 
@@ -35,7 +36,8 @@ class Eagle3Config(LlamaConfig):
 
 
 def read_eagle3(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
-    """config.json of a speculators checkpoint. KeyError, TypeError and ValueError as families.base.Family.read."""
+    """config.json of a speculators checkpoint. KeyError, TypeError and ValueError as families.base.Family.read;
+    ConfigError for a head of another target."""
     if raw.get("speculators_model_type") != "eagle3":
         raise ValueError(f"speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
     layer = {**raw["transformer_layer_config"], "architectures": ["Eagle3"]}
@@ -43,7 +45,10 @@ def read_eagle3(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
     if common["num_layers"] != 1:
         raise ValueError(f"the head has {common['num_layers']} layers, and one is what an EAGLE-3 head has")
     if common["hidden"] != target.hidden:
-        raise ValueError(f"the head's hidden_size is {common['hidden']}, the target's {target.hidden}")
+        raise ConfigError(
+            f"the head's hidden_size is {common['hidden']}, the target's {target.hidden}. Use a head that was trained "
+            "for this model."
+        )
     count = target.num_layers
     aux = tuple(map(int, raw.get("eagle_aux_hidden_state_layer_ids") or (2, count // 2, count - 3)))
     if not all(0 <= i <= count for i in aux):
