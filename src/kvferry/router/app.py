@@ -78,9 +78,8 @@ class Router:
         open_registration: bool = False,
         etcd: str | None = None,
     ) -> None:
-        """`open_registration`: workers may register without a key, unless clients need one. `etcd`: its address, where workers have put
-        theirs.
-        Raises ConfigError for an address that is none."""
+        """`open_registration`: workers may register without a key, unless clients need one. `etcd`: its address, where
+        workers have put theirs. Raises ConfigError for an address that is none."""
         files = files or RouterFiles()
         for url in (*prefill, *decode):
             check_url(url)
