@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.engines.mini import gguf_model
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache import KVCache, cache_flag
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.executor import LocalExecutor
 from kvferry.engines.mini.loading import LoadedModel, load_model
@@ -293,8 +293,18 @@ def test_bad_devices_are_named(model: Path) -> None:
 def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
     settings = EngineSettings(cache_bytes=20_000)
     one = 3 * 2 * 2 * 16 * 16 * 4
-    with pytest.raises(ConfigError, match=rf"cache_bytes=20000 holds 1 blocks of {one} bytes.*{2 * one} or more"):
+    with pytest.raises(
+        ConfigError, match=rf"cache_bytes=20000 holds 1 blocks of {one} bytes.*{2 * one} or more"
+    ) as told:
         KVCache.create(tiny_model.config, settings, tiny_model.dtype, tiny_model.device)
+    flag = float(str(told.value).split("--cache-gb ")[1].rstrip(")."))
+    assert 2 * one <= flag * (1 << 30) <= 2 * one + 1100, "the flag that is named counts GiB, and is enough"
+
+
+def test_the_largest_cache_is_named_as_its_flag_counts_it() -> None:
+    assert cache_flag(14_973_050_880, at_least=False) == "--cache-gb 13.94474"
+    assert cache_flag(14_973_050_880, at_least=True) == "--cache-gb 13.944741"
+    assert cache_flag(10 << 30, at_least=True) == "--cache-gb 10"
 
 
 def test_the_layout_names_every_byte(tiny_model: LoadedModel) -> None:

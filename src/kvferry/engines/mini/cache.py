@@ -8,7 +8,7 @@ For a model of one kind of layers a page is [layers, key and value, kv_heads, bl
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm, prod
+from math import ceil, floor, lcm, prod
 
 import torch
 
@@ -32,7 +32,7 @@ from kvferry.layout.description import (
     Tensor,
 )
 
-__all__ = ["KVCache", "Placement", "free_bytes", "num_blocks_of", "place"]
+__all__ = ["KVCache", "Placement", "cache_flag", "free_bytes", "num_blocks_of", "place"]
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ def num_blocks_of(layers: Sequence[LayerCache], groups: Sequence[GroupSpec], set
     if num_blocks < 2:
         raise ConfigError(
             f"cache_bytes={settings.cache_bytes!r} holds {num_blocks} blocks of {page} bytes; at least 2 are "
-            f"needed. Set cache_bytes (--cache-gb, in GiB) to {2 * page} or more."
+            f"needed. Set cache_bytes to {2 * page} or more ({cache_flag(2 * page, at_least=True)})."
         )
     return num_blocks
 
@@ -262,9 +262,15 @@ def _check_memory(need: int, page: int, device: str) -> None:
     free = free_bytes(device)
     if free is not None and need > free:
         raise ConfigError(
-            f"no memory for a cache of {need} bytes: {free} bytes are free on {device!r}. Set cache_bytes (--cache-gb, "
-            f"in GiB) to {free // page * page} or less."
+            f"no memory for a cache of {need} bytes: {free} bytes are free on {device!r}. Set cache_bytes to "
+            f"{free // page * page} or less ({cache_flag(free // page * page, at_least=False)})."
         )
+
+
+def cache_flag(num_bytes: int, *, at_least: bool) -> str:
+    """The flag to type for these bytes: it counts GiB."""
+    millionths = num_bytes * 1_000_000 / (1 << 30)
+    return f"--cache-gb {(ceil(millionths) if at_least else floor(millionths)) / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
 def free_bytes(device: str) -> int | None:

@@ -1,6 +1,6 @@
 """What the ranks of one engine keep, worked out from the model's config alone: before a process is started."""
 
-from kvferry.engines.mini.cache import free_bytes, num_blocks_of, place
+from kvferry.engines.mini.cache import cache_flag, free_bytes, num_blocks_of, place
 from kvferry.engines.mini.families import family_of
 from kvferry.engines.mini.kv_format import KvFormat
 from kvferry.engines.mini.models import ModelConfig
@@ -47,7 +47,8 @@ def agreed_blocks(
     if free is not None and need > free:
         raise ConfigError(
             f"no memory for {len(layers)} ranks with a cache of {need} bytes together: {free} bytes are free. Set "
-            f"cache_bytes (--cache-gb, in GiB, of each rank) to {free // len(layers)} or less."
+            f"cache_bytes of each rank to {free // len(layers)} or less "
+            f"({cache_flag(free // len(layers), at_least=False)})."
         )
     return num_blocks
 
