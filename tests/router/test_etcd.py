@@ -174,8 +174,9 @@ def _pairs(**found: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "answer", [500, b"", b"[]", b'{"kvs":3}', b'{"kvs":[{"key":"!"}]}', _pairs(x="!"), b"x" * (5 << 20)],
-    ids=["500", "empty", "list", "number", "bad key", "bad value", "huge"],
+    "answer", [500, b"", b"[]", b'{"kvs":3}', b'{"kvs":[{"key":"!"}]}', _pairs(x="!"), b"x" * (5 << 20),
+     b'{"x":' + b"[" * 100_000],
+    ids=["500", "empty", "list", "number", "bad key", "bad value", "huge", "deep"],
 )  # fmt: skip
 async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
     async with a_fake({"kv/range": answer}) as url:

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.errors import ConfigError
+from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from tests.engines.scripted_engine import until
@@ -75,7 +76,10 @@ async def test_a_prefill_that_does_not_answer_in_time_is_given_up() -> None:
         await until(lambda: p.asked[0].cancelled)
 
 
-@pytest.mark.parametrize("raw", [b"{", b"{}", b'{"choices": 3}'])
+DEEP = b'{"x":' + b"[" * 100_000
+
+
+@pytest.mark.parametrize("raw", [b"{", b"{}", b'{"choices": 3}', DEEP], ids=["cut", "empty", "number", "deep"])
 async def test_a_prefill_answer_that_cannot_be_read_is_a_failure(raw: bytes) -> None:
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         return web.Response(body=raw, content_type="application/json")
@@ -310,6 +314,28 @@ async def test_what_is_no_kvferry_worker_is_said_so() -> None:
     async with fleet(p, d) as (url, _):
         response, _raw = await post(url, BODY)
     assert "GET /version 404: is it a kvferry worker, or a vLLM server?" in response.headers["x-kvferry-why"]
+
+
+async def test_a_worker_that_says_nonsense_of_itself_is_asked_again() -> None:
+    raw = DEEP
+
+    async def describe(_: web.Request) -> web.Response:
+        return web.Response(body=raw)
+
+    app = web.Application()
+    app.router.add_get("/v1/kvferry", describe)
+    listener = Listener(app, "127.0.0.1", 0, shutdown_s=0.1)
+    await listener.start()
+    router = Router([], [listener.url], FAST)
+    await router._on_startup(router.app)
+    try:
+        [worker] = router.fleet.decode
+        assert "cannot be read: RecursionError" in str(worker.down)
+        raw = b"{"
+        await until(lambda: "is not what a worker" in str(worker.down))
+    finally:
+        await router._on_cleanup(router.app)
+        await listener.stop()
 
 
 @pytest.mark.parametrize(

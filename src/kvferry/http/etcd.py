@@ -146,5 +146,5 @@ def _text(coded: str) -> str:
 def _decoded(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise EtcdFailed(f"etcd's answer cannot be read: {error}") from error

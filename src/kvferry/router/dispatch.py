@@ -306,7 +306,7 @@ class Dispatch:
             raw = await response.read()
         try:
             answer = msgspec.json.decode(raw, type=PrefillAnswer)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise WorkerFailed(prefill, f"gave an answer that cannot be read: {error}", reached=True) from error
         prefill.breaker.succeeded()
         self._prefilled_s = time.monotonic()

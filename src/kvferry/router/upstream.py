@@ -143,7 +143,7 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 def _message_in(body: bytes) -> str:
     try:
         message = msgspec.json.decode(body, type=_ErrorBody).error.message.strip()
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         message = ""
     if message:
         return message

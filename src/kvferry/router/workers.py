@@ -168,6 +168,8 @@ class Fleet:
         except (aiohttp.ClientError, OSError) as error:
             silent = isinstance(error, OSError) and error.errno in _NOBODY_THERE
             self.mark_down(worker, reason_of(error))
+        except (ValueError, OverflowError, RecursionError) as error:  # whatever it sends, it is asked again
+            self.mark_down(worker, f"its answer cannot be read: {reason_of(error)}")
         self._note_silence(worker, silent)
         self.notify()
 
