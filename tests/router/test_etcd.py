@@ -250,3 +250,25 @@ async def test_a_lease_that_has_ended_is_granted_anew() -> None:
             await until(lambda: len(puts) >= 4)
             await registrar.stop()
     assert puts[:2] == [f"{DEFAULT_PREFIX}/prefill/w", f"{DEFAULT_PREFIX}/decode/w"]
+
+
+async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd failed between the lease and its keys: the lease lives, and the keys have to come all the same."""
+    monkeypatch.setattr("kvferry.engines.mini.server.etcd._RETRY_S", 0.01)
+    alive = b'{"result":{"ID":"7","TTL":"9"}}'
+    answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive, "kv/put": 503}
+    puts: list[str] = []
+    put = Etcd.put
+
+    async def seen(self: Etcd, key: str, value: str, lease: str) -> None:
+        puts.append(key)
+        await put(self, key, value, lease)
+
+    monkeypatch.setattr(Etcd, "put", seen)
+    async with a_fake(answers) as url:
+        registrar = EtcdRegistrar(url, "http://h:1", "decode", "w")
+        await registrar.start()
+        await until(lambda: len(puts) == 1)
+        answers["kv/put"] = b"{}"
+        await until(lambda: len(puts) >= 2)
+        await registrar.stop()

@@ -49,13 +49,15 @@ class EtcdRegistrar:
             self._session = None
 
     async def _keep(self, etcd: Etcd) -> None:
-        told = ""
+        told, is_put = "", False
         while True:
             try:
-                if not self._lease or not await etcd.keep_alive(self._lease):
+                if not is_put or not await etcd.keep_alive(self._lease):
+                    is_put = False  # a lease without its keys would be kept alive for nothing
                     self._lease = await etcd.grant(self._ttl_s)
                     for key in self._keys:
                         await etcd.put(key, self._url, self._lease)
+                    is_put = True
                     logger.info("registered etcd=%s keys=%s", self._etcd_url, ",".join(self._keys))
                 told = ""
             except EtcdFailed as error:
