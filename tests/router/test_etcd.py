@@ -256,19 +256,19 @@ async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.Monk
     """etcd failed between the lease and its keys: the lease lives, and the keys have to come all the same."""
     monkeypatch.setattr("kvferry.engines.mini.server.etcd._RETRY_S", 0.01)
     alive = b'{"result":{"ID":"7","TTL":"9"}}'
-    answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive, "kv/put": 503}
+    answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive}
     puts: list[str] = []
-    put = Etcd.put
 
-    async def seen(self: Etcd, key: str, value: str, lease: str) -> None:
+    async def failing_once(self: Etcd, key: str, value: str, lease: str) -> None:
         puts.append(key)
-        await put(self, key, value, lease)
+        if len(puts) == 1:
+            raise EtcdFailed("etcd answered 503 to kv/put")
 
-    monkeypatch.setattr(Etcd, "put", seen)
+    monkeypatch.setattr(Etcd, "put", failing_once)
     async with a_fake(answers) as url:
         registrar = EtcdRegistrar(url, "http://h:1", "decode", "w")
         await registrar.start()
-        await until(lambda: len(puts) == 1)
-        answers["kv/put"] = b"{}"
-        await until(lambda: len(puts) >= 2)
-        await registrar.stop()
+        try:
+            await until(lambda: len(puts) == 2)
+        finally:
+            await registrar.stop()
