@@ -1,0 +1,38 @@
+"""`kvferry bench spec`: one object a line with the promised keys, and an answer that differs is told."""
+
+import json
+
+import pytest
+
+from kvferry.cli import bench_spec
+from kvferry.cli.main import ExitCode, main
+
+pytestmark = pytest.mark.engine
+QUICK = ["--requests", "2", "--new-tokens", "12", "--prompt-tokens", "24"]
+KEYS = {
+    "serving", "method", "acceptance_rate", "acceptance_length", "acceptance_by_position", "tok_s", "tpot_ms",
+}  # fmt: skip
+
+
+def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "spec", "--json", *QUICK]) == ExitCode.OK
+    told = capsys.readouterr()
+    rows = [json.loads(line) for line in told.out.splitlines()]
+    assert [(row["serving"], row["method"]) for row in rows] == [
+        ("standalone", "mtp"),
+        ("pd", "mtp"),
+        ("pd_unsafe", "mtp"),
+    ]
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert len(row["acceptance_by_position"]) == 3
+        assert row["tok_s"] > 0 < row["tpot_ms"]
+    assert rows[2]["acceptance_rate"] < 0.5 * rows[1]["acceptance_rate"]
+    assert bench_spec.UNSAFE in told.err
+
+
+def test_an_answer_that_differs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench_spec, "_plain", lambda _: [[1]])
+    argv = ["bench", "spec", "--json", "--method", "ngram", "--serving", "standalone", *QUICK]
+    assert main(argv) == ExitCode.ERROR
+    assert "an answer differs" in capsys.readouterr().err
