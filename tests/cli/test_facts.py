@@ -41,6 +41,13 @@ def test_a_saved_prefill_and_a_saved_decode_are_compared(tiny: Path, tmp_path: P
     assert main(["compare", str(tmp_path / "p"), str(tmp_path / "other")]) == 3
 
 
+def test_what_serve_refuses_has_no_facts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["facts", str(tiny), "--pp", "99"]) == 1
+    assert "pp=99 stages" in capsys.readouterr().err
+    assert main(["facts", str(tiny), "--tp", "97"]) == 1
+    assert "tp=97 does not divide" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["facts", str(tmp_path / "nothing")]) == 1
     assert "kvferry facts: " in capsys.readouterr().err

@@ -53,6 +53,7 @@ def _of_worker(url: str) -> dict[str, object]:
 def _of_model(args: argparse.Namespace) -> dict[str, object]:
     # Imported late: facts of a URL need no engine.
     from kvferry.engines.mini.assembly import WorkerSettings, describe
+    from kvferry.engines.mini.cache_plan import check_parallel
     from kvferry.engines.mini.loading import kv_format
     from kvferry.engines.mini.models import find_model, read_config
 
@@ -61,6 +62,7 @@ def _of_model(args: argparse.Namespace) -> dict[str, object]:
     )
     directory = find_model(args.source)
     config = read_config(directory)
+    check_parallel(config, settings.engine)
     kv = kv_format(settings.engine, config, directory)
     engine = describe(settings, config, directory, settings.engine.dtype, kv)
     return {
