@@ -224,6 +224,12 @@ async def test_registration_needs_the_key_or_is_off(tmp_path: Path) -> None:
     router = Router([], ["http://127.0.0.1:1"], FAST, files=files, open_registration=True)
     async with routing(router) as url:
         assert (await register(url, None))[0] == 403
+    router = Router([], [], FAST, open_registration=True)
+    async with routing(router) as url, aiohttp.ClientSession(headers={"Origin": "http://page.example"}) as page:
+        body = {"url": "http://127.0.0.1:1", "role": "decode"}
+        response = await page.post(f"{url}/v1/kvferry/register", data=json.dumps(body))
+        assert (response.status, router.fleet.workers) == (403, [])
+        assert (await register(url, None))[0] == 200
     router = Router([], [], FAST, files=RouterFiles(register_key=str(tmp_path / "key")))
     async with routing(router) as url:
         for key in (None, "another-key"):

@@ -235,6 +235,12 @@ class Router:
                 401, "the registration has no key that fits: start the worker with the router's --register-key-file",
                 code="invalid_api_key",
             )  # fmt: skip
+        if not self._register_keys and "Origin" in request.headers:
+            # Any page in a browser on this machine can send a POST to loopback, and browsers say so.
+            raise ApiError(
+                403, "a registration without a key came from a web page, and workers are none: start the router with "
+                "--register-key-file", code="registration_off",
+            )  # fmt: skip
         lease_s = self._registrations.take(decode_body(await request.read(), Registration), time.monotonic())
         return _json({"lease_s": lease_s})
 
