@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engines.mini.spec.ngram import NgramDrafter
-from kvferry.engines.mini.spec.suffix import SuffixDrafter
+from kvferry.engines.mini.spec.suffix import MAX_COUNTED, MAX_PROMPT_TOKENS, SuffixDrafter
 from kvferry.ids import RequestId
 
 A, B = RequestId("a"), RequestId("b")
@@ -74,10 +74,31 @@ def test_suffix_counts_are_gone_with_their_texts(texts: list[list[int]]) -> None
     for text in texts:
         drafter.propose(A, text, 1)
         drafter.forget(A, text)
-    drafter._max_cached_tokens = 0
     while drafter._kept:
-        drafter._answers.add(drafter._kept.popleft(), -1)
+        drafter._to_count.append(drafter._answers.add(drafter._kept.popleft(), -1))
+    while drafter._to_count:
+        drafter._count_answers()
     assert not drafter._answers._root.children
+
+
+def test_suffix_counts_a_long_text_over_some_steps() -> None:
+    """Counting is slow: no step waits for a whole prompt, or a whole answer of somebody."""
+    drafter, text = suffix_drafter(cached=10_000), [number * 7919 % 1009 for number in range(1000)]
+    nodes = lambda tree: sum(node.count for node in tree._root.children.values())  # noqa: E731
+    counted = []
+    for _ in range(9):
+        drafter.propose(A, text, 1)
+        counted.append(nodes(drafter._own[A]))
+    assert counted == [*range(MAX_COUNTED, 1000, MAX_COUNTED), 1000, 1000]
+    drafter.forget(A, text)
+    drafter.propose(B, [1], 1)
+    assert nodes(drafter._answers) == MAX_COUNTED
+
+
+def test_suffix_counts_the_end_of_a_very_long_prompt() -> None:
+    drafter = suffix_drafter()
+    drafter.propose(A, range(3 * MAX_PROMPT_TOKENS), 1)
+    assert min(drafter._own[A]._root.children) == 2 * MAX_PROMPT_TOKENS
 
 
 @given(tokens=TEXTS)

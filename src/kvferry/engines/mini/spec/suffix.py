@@ -3,15 +3,23 @@
 Every run of up to `depth` tokens is a path in a tree whose nodes count how often the run occurred. The longest suffix
 of the text that is a path leads to a node; drafts go down from there along the child that was seen most often, as long
 as it was seen often enough, and no further than the match was long: a long match is worth more trust.
+
+Counting is Python on the engine's thread, some 50 us a token: each proposal counts a few tokens that nobody has counted
+yet, so a long prompt or answer is there after some steps and no step waits for all of it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.ids import RequestId
 
 __all__ = ["SuffixDrafter"]
+
+MAX_COUNTED = 128
+"""Tokens that one proposal counts: of its request's text, and as many of earlier answers."""
+MAX_PROMPT_TOKENS = 8192
+"""Of a prompt only its end is counted: a node takes about 300 bytes, and a token up to `depth` nodes."""
 
 
 @dataclass(slots=True)
@@ -31,10 +39,12 @@ class _Tree:
         """Where the runs that end with the last token stand, the shortest first."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens behind those that are here already; `tokens` is the whole text."""
-        for token in tokens[self._length :]:
+        """Some more of the tokens behind those that are here already; `tokens` is the whole text."""
+        if not self._length:
+            self._length = max(0, len(tokens) - MAX_PROMPT_TOKENS)
+        for token in tokens[self._length : self._length + MAX_COUNTED]:
             self._open = [self._down(node, token) for node in (self._root, *self._open[: self._depth - 1])]
-        self._length = max(self._length, len(tokens))
+            self._length += 1
 
     @staticmethod
     def _down(node: _Node, token: int) -> _Node:
@@ -44,8 +54,8 @@ class _Tree:
         child.count += 1
         return child
 
-    def add(self, tokens: Sequence[int], sign: int) -> None:
-        """A whole text of its own (sign 1), or the same one taken back (-1)."""
+    def add(self, tokens: Sequence[int], sign: int) -> Iterator[None]:
+        """A whole text of its own (sign 1), or the same one taken back (-1): a token with each element."""
         for start in range(len(tokens)):
             node = self._root
             for token in tokens[start : start + self._depth]:
@@ -55,6 +65,7 @@ class _Tree:
                     del node.children[token]  # whatever is below it was seen no more often
                     break
                 node = child
+            yield
 
     def find(self, suffix: Sequence[int]) -> "_Node | None":
         """The node of a run; None where nothing ever followed it."""
@@ -79,17 +90,27 @@ class SuffixDrafter:
         self._answers = _Tree(depth)
         self._kept: deque[tuple[int, ...]] = deque()
         self._num_kept_tokens = 0
+        self._to_count: deque[Iterator[None]] = deque()
+        """Answers that come and go, in this order."""
 
     def propose(self, request: RequestId, tokens: Sequence[int], count: int) -> list[int]:
         """See TextDrafter."""
         own = self._own.setdefault(request, _Tree(self._depth))
         own.extend(tokens)
+        self._count_answers()
         for length in range(min(self._depth - 1, len(tokens)), 0, -1):
             suffix = tokens[-length:]
             node = own.find(suffix) or self._answers.find(suffix)
             if node is not None:
                 return self._follow(node, min(count, int(length * self._max_factor)))
         return []
+
+    def _count_answers(self) -> None:
+        for _ in range(MAX_COUNTED):
+            while self._to_count and next(self._to_count[0], self) is self:
+                self._to_count.popleft()
+            if not self._to_count:
+                return
 
     def _follow(self, node: _Node, count: int) -> list[int]:
         drafts: list[int] = []
@@ -108,10 +129,10 @@ class SuffixDrafter:
         if self._own.pop(request, None) is None or not answer or not self._max_cached_tokens:
             return
         kept = tuple(answer[-self._max_cached_tokens :])
-        self._answers.add(kept, 1)
+        self._to_count.append(self._answers.add(kept, 1))
         self._kept.append(kept)
         self._num_kept_tokens += len(kept)
         while self._num_kept_tokens > self._max_cached_tokens:
             oldest = self._kept.popleft()
-            self._answers.add(oldest, -1)
+            self._to_count.append(self._answers.add(oldest, -1))
             self._num_kept_tokens -= len(oldest)
