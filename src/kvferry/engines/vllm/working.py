@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
+from kvferry.engines.vllm.cores import on_every_core
 from kvferry.engines.vllm.line import WorkerLine
 from kvferry.engines.vllm.names import canonical_names
 from kvferry.engines.vllm.news import News
@@ -64,18 +66,19 @@ class VllmWorker:
         owners = [storages[region.address] for region in layout.regions]
         told = _gather((secrets.token_hex(8), encode_layout(layout)))
         incarnation = Incarnation(told[0][0])  # rank 0's word
-        self._half = start_worker(
-            layout,
-            owners,
-            engine=self._engine,
-            incarnation=incarnation,
-            settings=self._options.ferry,
-            num_ranks=len(told),
-            engine_layouts=tuple(decode_layout(body) for _, body in told),
-            on_lost=self._news.lost,
-            on_report=self._news.report,
-        )
-        self._line = WorkerLine(self._half.start_step)
+        with on_every_core() if _on_cpu(config) else nullcontext():
+            self._half = start_worker(
+                layout,
+                owners,
+                engine=self._engine,
+                incarnation=incarnation,
+                settings=self._options.ferry,
+                num_ranks=len(told),
+                engine_layouts=tuple(decode_layout(body) for _, body in told),
+                on_lost=self._news.lost,
+                on_report=self._news.report,
+            )
+            self._line = WorkerLine(self._half.start_step)
         self._news.open(self._half.end_step, self._line.tell)
         self.card = RankCard(
             index=view.rank.index,
