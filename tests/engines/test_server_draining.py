@@ -82,6 +82,16 @@ async def test_without_anything_open_it_ends_at_once() -> None:
         await until(one.ended.done)
 
 
+@pytest.mark.parametrize("path", ["drain", "release", "meet"])
+async def test_a_web_page_may_ask_for_nothing_of_it(path: str) -> None:
+    """A browser sends such a POST for any page that it shows, to loopback too."""
+    async with serving(ScriptedWorker()) as one:
+        headers = {"Origin": "http://page.example"}
+        async with one.session.post(f"{one.url}/v1/kvferry/{path}", json={}, headers=headers) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (403, "web_page")
+        assert not one.server.draining.begun
+
+
 @pytest.mark.parametrize("stuck", ["answer", "hand-off"])
 async def test_the_time_is_limited(stuck: str, caplog: pytest.LogCaptureFixture) -> None:
     worker = ScriptedWorker(drained=stuck != "hand-off")

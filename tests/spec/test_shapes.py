@@ -125,8 +125,8 @@ def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed
     assert accepted(pair).rate > 0.2
 
 
-def eagle3_head(directory: Path) -> str:
-    """A head in the form of the speculators package, for byte-mtp: half its vocabulary, random weights."""
+def eagle3_head(directory: Path, step: int = 2) -> str:
+    """A head in the form of the speculators package, for byte-mtp: every `step`th of its tokens, random weights."""
     layer = {name: _raw(find_model("byte-mtp"))[name] for name in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_theta",
@@ -144,7 +144,7 @@ def eagle3_head(directory: Path) -> str:
         name: torch.randn(shape, generator=random) * 0.05 + (1 if "norm" in name else 0)
         for name, shape in eagle3.expected_tensors(config)
     }
-    weights["d2t"] = torch.arange(128)  # every second token
+    weights["d2t"] = torch.arange(128) * (step - 1)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
@@ -273,8 +273,17 @@ def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> No
         SpeculationSettings.from_json('{"method": "mtp", "num_speculative_tokens": 3, "depth": 1}')
     with pytest.raises(ConfigError, match="takes no model"):
         SpeculationSettings(method="mtp", num_speculative_tokens=1, model="x")
+    with pytest.raises(ConfigError, match="and that at most 64"):
+        SpeculationSettings(method="ngram", num_speculative_tokens=1, prompt_lookup_max=65)
     with pytest.raises(ConfigError, match="from 0 to 32"):
         SpeculationSettings.from_json('{"method": "ngram", "num_speculative_tokens": 99}')
+
+
+def test_a_head_that_names_tokens_of_no_target_is_refused_at_the_start(
+    serving: MakeServing, byte_mtp: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"42 draft ids .* \(d2t: 258\) that the target, with 256, does not have"):
+        serving(Alone, engine(byte_mtp, "eagle3", 3, spec_model=eagle3_head(tmp_path, step=3)))
 
 
 def test_a_state_keeps_drafts_that_stood(serving: MakeServing, plain: Plain, hybrid: str) -> None:

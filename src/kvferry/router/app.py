@@ -14,6 +14,7 @@ from kvferry.errors import ConfigError, FerryError
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
 from kvferry.http.etcd import check_etcd
+from kvferry.http.origin import refuse_page
 from kvferry.router.alarm import DecodeOnlyAlarm
 from kvferry.router.bodies import ClientBody
 from kvferry.router.cost import HandoffCost
@@ -235,12 +236,8 @@ class Router:
                 401, "the registration has no key that fits: start the worker with the router's --register-key-file",
                 code="invalid_api_key",
             )  # fmt: skip
-        if not self._register_keys and "Origin" in request.headers:
-            # Any page in a browser on this machine can send a POST to loopback, and browsers say so.
-            raise ApiError(
-                403, "a registration without a key came from a web page, and workers are none: start the router with "
-                "--register-key-file", code="registration_off",
-            )  # fmt: skip
+        if not self._register_keys:
+            refuse_page(request)
         lease_s = self._registrations.take(decode_body(await request.read(), Registration), time.monotonic())
         return _json({"lease_s": lease_s})
 

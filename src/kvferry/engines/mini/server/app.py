@@ -30,6 +30,7 @@ from kvferry.engines.mini.server.tracing import Traces
 from kvferry.errors import ConfigError, FerryError, Overloaded
 from kvferry.http.bodies import decode_body
 from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.http.origin import no_page
 from kvferry.http.stages import TRACE_PATH
 from kvferry.ids import TransferId
 from kvferry.wire.params import HandoffParams
@@ -140,9 +141,9 @@ class WorkerServer:
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
                 web.get(TRACE_PATH, self._trace),
-                web.post("/v1/kvferry/drain", self._drain),
-                web.post("/v1/kvferry/release", self._release),
-                web.post("/v1/kvferry/meet", self._meet),
+                web.post("/v1/kvferry/drain", no_page(self._drain)),
+                web.post("/v1/kvferry/release", no_page(self._release)),
+                web.post("/v1/kvferry/meet", no_page(self._meet)),
                 web.get("/v1/kvferry/blocks", self._blocks),
             ]
         )

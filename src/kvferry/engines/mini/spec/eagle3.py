@@ -115,6 +115,12 @@ class Eagle3:
         self._head = weights.linear("lm_head")
         offsets = weights.take("d2t", dtype=torch.int64)
         self._ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        bad = self._ids[(self._ids < 0) | (self._ids >= config.vocab_size)]
+        if len(bad):
+            raise ConfigError(
+                f"{len(bad)} draft ids of the EAGLE-3 head stand for tokens (d2t: {int(bad[0])}) that the target, with "
+                f"{config.vocab_size}, does not have. Copy the head again, or take one that was made for this target."
+            )
         self._vocab_size = config.vocab_size
         self._table = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
 

@@ -18,6 +18,7 @@ TEXT_METHODS = ("ngram", "suffix")
 METHODS = (*TEXT_METHODS, "draft_model", "eagle3", "mtp")
 SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_TOKENS = 32
+MAX_LOOKUP = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +95,10 @@ class SpeculationSettings:
                 f"speculative method={self.method!r} names tokens and has no probabilities to draw them from: "
                 "draft_sample_method must be 'greedy'."
             )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min!r} must be from 1 to "
-                f"prompt_lookup_max={self.prompt_lookup_max!r}."
+                f"prompt_lookup_max={self.prompt_lookup_max!r}, and that at most {MAX_LOOKUP}."
             )
         for name, low in (
             ("suffix_decoding_max_tree_depth", 2),
