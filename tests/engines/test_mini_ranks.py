@@ -234,14 +234,15 @@ def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, mak
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2), revives=True)
     engine.add(ask("ends", prompt_of(20), max_tokens=1))
     engine.add(ask("open", prompt_of(20), max_tokens=100))
-    reports = engine.executor.reports
+    collect = engine._collect
 
-    def die_first() -> Any:
+    def then_die(*args: Any) -> None:
+        collect(*args)
         os.kill(engine.executor.pids[0], signal.SIGKILL)
         eventually("it is noticed", lambda: engine.executor.has_news)
-        return reports()
+        engine.executor.reports()  # raises, as does whatever the step wants of the ranks from here on
 
-    engine.executor.reports = die_first
+    engine._collect = then_die
     reasons = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert reasons == {"ends": FinishReason.LENGTH, "open": FinishReason.ERROR}
 
