@@ -14,7 +14,7 @@ will when it drafts: key and value of a slot before come from the target's hidde
 its own outputs. The directory is one of the `speculators` package; the embedding stays in the target.
 
 The same seed on the same machine and Python gives the same bytes: one thread, and batches drawn from one generator.
-Both commands may be stopped at any time and go on where they were. `--pause FILE`: they wait while this file exists.
+Both commands may be stopped at any time and go on where they were.
 """
 
 import argparse
@@ -196,7 +196,6 @@ def generate(
     stop: int,
     seed: int,
     aux: Sequence[int],
-    wait: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """`work`/part-<n>.safetensors, those that are missing."""
@@ -215,7 +214,6 @@ def generate(
         path = work / f"part-{number:03}.safetensors"
         if path.exists():
             continue
-        wait()
         began = time.perf_counter()
         temperature = 0.0 if number // 3 % 2 == 0 else 0.8
         part = teacher.answer(batch, stop=stop, temperature=temperature, seed=seed + number)
@@ -379,7 +377,6 @@ def train(
     stop: int | None = None,
     state: Path | None = None,
     every: int = 60,
-    wait: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda line: None,
     keep: Callable[[Head], None] = lambda head: None,
 ) -> Head:
@@ -407,7 +404,6 @@ def train(
             optimiser.load_state_dict(each)
     began = time.perf_counter()
     for step in range(begin, steps if stop is None else stop):
-        wait()
         share = min((step + 1) / max(1, steps // 30), 1.0)
         decay = max(0.02, 0.5 * (1 + math.cos(math.pi * step / steps)))
         for optimiser, most in zip(optimisers, (peak, peak / 10), strict=True):
@@ -487,21 +483,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--peak", type=float, default=0.01, help="learning rate")
     parser.add_argument("--seed", type=int, default=20261129)
-    parser.add_argument("--pause", type=Path, help="wait while this file exists")
     args = parser.parse_args(arguments)
     from kvferry.engines.mini.models import find_model
 
     torch.set_num_threads(1)
     directory, shape = find_model(args.model), Shape()
 
-    def wait() -> None:
-        while args.pause is not None and args.pause.exists():
-            time.sleep(0.5)
-
     say = partial(print, flush=True)
     if args.what == "generate":
         sizes = {"batches": args.batches, "rows": args.rows, "prompt": args.prompt, "stop": args.stop}
-        generate(directory, args.work, **sizes, seed=args.seed, aux=shape.aux, wait=wait, say=say)
+        generate(directory, args.work, **sizes, seed=args.seed, aux=shape.aux, say=say)
         return
     if args.out is None:
         parser.error("train needs OUT")
@@ -516,7 +507,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=args.seed,
         peak=args.peak,
         state=args.work / "state.pt",
-        wait=wait,
         say=say,
         keep=lambda head: save(head, data.ids, raw, args.out),
     )

@@ -1,5 +1,6 @@
 """Every scripted worker beneath its script: an HTTP server at a port that stays its own, started and stopped."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,16 +10,16 @@ from kvferry.http.listen import Listener
 
 
 @dataclass(kw_only=True)
-class ScriptedServer:
+class ScriptedServer(ABC):
     """A subclass says what it answers: `routes`."""
 
     port: int = 0
     """0: a free one; from the first start on it stays the same, as that of a worker that restarts."""
     listener: Listener | None = None
 
+    @abstractmethod
     def routes(self) -> Sequence[web.RouteDef]:
         """Paths and handlers."""
-        raise NotImplementedError
 
     @property
     def url(self) -> str:

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("kvferry.cli.bench_vllm_servers") is None:  # pragma: no cover
-    pytest.skip("the vLLM harness is not there", allow_module_level=True)
-
 from tests.vllm.servers import Answer, Lab, Pair, alone, ask, default_python, poll_until, serve_pair
 
 pytestmark = [
