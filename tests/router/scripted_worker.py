@@ -139,6 +139,17 @@ FAST = RouterSettings(health_every_s=0.05, connect_timeout_s=1.0, restart_wait_s
 
 
 @asynccontextmanager
+async def routing(router: Router) -> AsyncIterator[str]:
+    """It listens; its address."""
+    listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
+    await listener.start()
+    try:
+        yield listener.url
+    finally:
+        await listener.stop()
+
+
+@asynccontextmanager
 async def fleet(*workers: Worker, settings: RouterSettings = FAST) -> AsyncIterator[tuple[str, Router]]:
     """The workers and a router in front of them; the router's address. Workers with a port 1 are not started."""
     for worker in workers:
@@ -147,12 +158,10 @@ async def fleet(*workers: Worker, settings: RouterSettings = FAST) -> AsyncItera
     prefill = [worker.url for worker in workers if worker.role == "prefill"]
     decode = [worker.url for worker in workers if worker.role != "prefill"]
     router = Router(prefill, decode, settings)
-    listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
-    await listener.start()
     try:
-        yield listener.url, router
+        async with routing(router) as url:
+            yield url, router
     finally:
-        await listener.stop()
         for worker in workers:
             await worker.stop()
 

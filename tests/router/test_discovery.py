@@ -13,7 +13,6 @@ import pytest
 from kvferry.engines.mini.server.fleet import Registrar
 from kvferry.errors import ConfigError
 from kvferry.http.errors import ApiError
-from kvferry.http.listen import Listener
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.discovery import FleetFile, Registration, Registrations
 from kvferry.router.keys import read_keys
@@ -22,20 +21,10 @@ from kvferry.router.worker import Source
 from kvferry.router.workers import Fleet
 from kvferry.settings import Role
 from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import FAST, Worker, a_decode, a_prefill, fleet, hanging
+from tests.router.scripted_worker import FAST, Worker, a_decode, a_prefill, fleet, hanging, routing
 from tests.router.test_dispatch import BODY, post
 
 KEY = "a-key-of-a-client"
-
-
-@asynccontextmanager
-async def routing(router: Router) -> AsyncIterator[str]:
-    listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
-    await listener.start()
-    try:
-        yield listener.url
-    finally:
-        await listener.stop()
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import a_decode, a_prefill
+from tests.router.scripted_worker import a_decode, a_prefill, routing
 from tests.router.test_dispatch import BODY, post
 
 ETCD = shutil.which("etcd")
@@ -85,12 +85,8 @@ def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
 @asynccontextmanager
 async def a_router(etcd_url: str) -> AsyncIterator[tuple[str, Router]]:
     router = Router([], [], FAST, etcd=etcd_url)
-    listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
-    await listener.start()
-    try:
-        yield listener.url, router
-    finally:
-        await listener.stop()
+    async with routing(router) as url:
+        yield url, router
 
 
 def urls(router: Router) -> set[tuple[str, str]]:
