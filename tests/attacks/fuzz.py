@@ -20,14 +20,14 @@ import msgspec
 import zmq
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
-from kvferry.handshake.desk import Desk
+from kvferry.handshake.exchange import LocalSide, ask
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshake import LocalSide, ask
+from kvferry.handshake.handshaker import Desk
 from kvferry.ids import EngineId
 from kvferry.layout.builders import block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role
-from kvferry.sidechannel.server import SideChannelServer
+from kvferry.sidechannel.listener import SideChannelServer
 from kvferry.wire.envelope import decode_envelope, encode_envelope
 from kvferry.wire.handoff_messages import (
     Claim,

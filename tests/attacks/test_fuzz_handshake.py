@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kvferry.handshake.desk import Desk
+from kvferry.handshake.handshaker import Desk
 from kvferry.settings import Role
 from tests.attacks.fuzz import TARGETS, engine, run, run_listener
 from tests.sidechannel.helpers import answering, asking, listening, settings, shake

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import MalformedMessage
-from kvferry.layout.checks import MAX_AXES, MAX_NAME, MAX_TENSORS
+from kvferry.layout.limits import MAX_AXES, MAX_NAME, MAX_TENSORS
 from kvferry.wire.layout_codec import MAX_LAYOUT_BYTES, decode_layout, encode_layout
 from tests.layout.samples import attention
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kvferry.errors import MalformedMessage
-from kvferry.layout.checks import MAX_TENSORS
 from kvferry.layout.description import CacheGroup, CacheKind, CacheLayout, Paging, Rank, Region, Tensor
+from kvferry.layout.limits import MAX_TENSORS
 
 
 def nested(count: int) -> CacheLayout:

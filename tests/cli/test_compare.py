@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.cli.fleet import run_fleet
 from kvferry.cli.main import ExitCode, main
+from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.fleet import Member, fleet_matrix, shared_ids
-from kvferry.handshake.handshake import LocalSide
+from kvferry.handshake.fleet_verdict import Member, fleet_matrix, shared_ids
 from kvferry.settings import Role
 from kvferry.wire.hello import encode_hello
 from tests.attacks.fuzz import engine

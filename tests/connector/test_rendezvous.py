@@ -9,7 +9,7 @@ import pytest
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.handoff.orders import Depart, Introduce
-from kvferry.handshake.peers import PeerState
+from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
 from kvferry.testing.clock import FakeClock

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvferry.cli.main import main
+from kvferry.handshake.exchange import LocalSide, ask
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.handshake import LocalSide, ask
 from kvferry.settings import Role, SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
 from kvferry.wire.envelope import Kind, decode_envelope

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from kvferry.handshake.engine import EngineDescription, SpeculationFacts
+from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
+from kvferry.handshake.exchange import Fit, LocalSide
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.handshake import Fit, LocalSide
 from kvferry.settings import Role, TransferMode
 from kvferry.wire.hello import Hello, RankHello
 from kvferry.wire.versions import ProtocolRange

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ConfigError, MalformedMessage
 from kvferry.handshake.digest import digest, digest_text
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import MAX_FACTS, Fact, Facts
-from kvferry.handshake.spec import FactKind
 from kvferry.handshake.values import FactValue, canonical, run_length
 from kvferry.handshake.verdict import VerdictKind, verdict
 from tests.handshake.examples import decode_facts, facts

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
-from kvferry.handshake.desk import Desk
 from kvferry.handshake.fit import layouts_of, make_fit
+from kvferry.handshake.handshaker import Desk
 from kvferry.layout.builders import LayoutBuilder, head_range
 from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role

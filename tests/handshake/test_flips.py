@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 from kvferry.cli import serve
-from kvferry.handshake.engine import EngineDescription, SpeculationFacts
-from kvferry.handshake.spec import FactKind
+from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role, TransferMode

@@ -4,18 +4,8 @@ import msgspec
 import pytest
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
-from kvferry.handshake.desk import Desk
-from kvferry.handshake.handshake import (
-    Accepted,
-    AskAgain,
-    LocalSide,
-    Refused,
-    ask,
-    busy,
-    judge_ask,
-    judge_reply,
-    refuse,
-)
+from kvferry.handshake.exchange import Accepted, AskAgain, LocalSide, Refused, ask, busy, judge_ask, judge_reply, refuse
+from kvferry.handshake.handshaker import Desk
 from kvferry.settings import Role
 from kvferry.wire.envelope import Envelope, Kind, decode_envelope, encode_envelope
 from kvferry.wire.hello import Hello

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from kvferry.errors import ConfigError
-from kvferry.handshake.peers import BackOff, Peer, PeerBook, PeerState
+from kvferry.handshake.peer_table import BackOff, Peer, PeerBook, PeerState
 from kvferry.ids import EngineId, Incarnation
 
 P = EngineId("p0")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvferry.handshake.engine import SpeculationFacts
-from kvferry.handshake.spec import FactKind
+from kvferry.handshake.engine_description import SpeculationFacts
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role
 from tests.handshake.examples import decode_facts, eagle, facts

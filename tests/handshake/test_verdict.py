@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.handshake.digest import digest
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import Fact, Facts
-from kvferry.handshake.spec import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role

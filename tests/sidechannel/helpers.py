@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import FerryError
-from kvferry.handshake.desk import Desk
-from kvferry.handshake.peers import PeerState
+from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.peer_table import PeerState
 from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
-from kvferry.sidechannel.server import OnEnvelope, SideChannelServer
+from kvferry.sidechannel.listener import OnEnvelope, SideChannelServer
 
 
 def settings(**changes: object) -> SideChannelSettings:

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from kvferry.handshake.desk import Desk
-from kvferry.handshake.handshake import ask
-from kvferry.handshake.peers import BackOff
+from kvferry.handshake.exchange import ask
+from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.peer_table import BackOff
 from kvferry.ids import EngineId
 from kvferry.settings import Role
 from kvferry.wire.envelope import Kind, decode_envelope

@@ -1,6 +1,6 @@
 """How often one address may ask."""
 
-from kvferry.sidechannel.limits import RateLimit
+from kvferry.sidechannel.rate_limit import RateLimit
 
 
 def test_a_burst_and_then_the_rate() -> None:

@@ -10,11 +10,11 @@ import pytest
 import zmq
 
 from kvferry.errors import ConfigError, MalformedMessage, PeerLost
-from kvferry.handshake.desk import Desk
+from kvferry.handshake.handshaker import Desk
 from kvferry.settings import Role
 from kvferry.sidechannel.client import MAX_IN_FLIGHT
 from kvferry.sidechannel.key import new_key
-from kvferry.sidechannel.server import SideChannelServer
+from kvferry.sidechannel.listener import SideChannelServer
 from kvferry.wire.envelope import Kind, decode_envelope
 from tests.handshake.examples import side
 from tests.sidechannel.helpers import answering, asking, collect, listening, settings, shake, until

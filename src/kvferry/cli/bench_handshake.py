@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from kvferry.cli.environment import environment
 from kvferry.cli.main import ExitCode
 from kvferry.errors import FerryError
-from kvferry.handshake.desk import Desk
-from kvferry.handshake.engine import EngineDescription
+from kvferry.handshake.engine_description import EngineDescription
+from kvferry.handshake.exchange import LocalSide, ask
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshake import LocalSide, ask
+from kvferry.handshake.handshaker import Desk
 from kvferry.layout.builders import block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role, SideChannelSettings, TransferMode
 from kvferry.sidechannel.client import SideChannelClient
-from kvferry.sidechannel.server import SideChannelServer
+from kvferry.sidechannel.listener import SideChannelServer
 from kvferry.wire.hello import Hello, RankHello
 from kvferry.wire.layout_codec import encode_layout
 

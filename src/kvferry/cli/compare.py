@@ -7,7 +7,7 @@ import sys
 from kvferry.cli.main import ExitCode
 from kvferry.cli.terminal import Terminal
 from kvferry.cli.told import Told, layout_problem, load_told
-from kvferry.handshake.spec import FactKind
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.values import FactValue
 from kvferry.handshake.verdict import Row, Verdict, VerdictKind, show, verdict
 

@@ -16,7 +16,7 @@ from kvferry import settings
 from kvferry.cli.main import ExitCode
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.spec.settings import SpeculationSettings
-from kvferry.handshake.spec import FactKind, FactSpec
+from kvferry.handshake.fact import FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.router.settings import RouterSettings
 from kvferry.wire.versions import HISTORY

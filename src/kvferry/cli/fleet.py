@@ -10,7 +10,7 @@ from kvferry.cli.main import ExitCode
 from kvferry.cli.terminal import Terminal
 from kvferry.cli.told import Told, layout_problem, load_told
 from kvferry.errors import FerryError
-from kvferry.handshake.fleet import Cell, fleet_matrix, shared_ids
+from kvferry.handshake.fleet_verdict import Cell, fleet_matrix, shared_ids
 from kvferry.handshake.verdict import VerdictKind
 
 __all__ = ["run_fleet"]

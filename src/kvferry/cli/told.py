@@ -13,7 +13,7 @@ import msgspec
 from kvferry.errors import ConfigError, IncompatiblePeer, MalformedMessage, PeerLost
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import layouts_of, make_fit
-from kvferry.handshake.fleet import Member
+from kvferry.handshake.fleet_verdict import Member
 from kvferry.settings import Role
 from kvferry.wire.hello import Hello, decode_hello
 

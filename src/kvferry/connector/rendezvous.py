@@ -13,13 +13,13 @@ from collections.abc import Callable
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.handoff.orders import Depart, Introduce
-from kvferry.handshake.desk import Desk
-from kvferry.handshake.handshake import LocalSide
-from kvferry.handshake.peers import Peer, PeerState
+from kvferry.handshake.exchange import LocalSide
+from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.peer_table import Peer, PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
-from kvferry.sidechannel.server import SideChannelServer
+from kvferry.sidechannel.listener import SideChannelServer
 
 __all__ = ["Rendezvous"]
 

@@ -6,8 +6,8 @@ complete each other, and are compared beside it). A property test holds digest a
 
 import hashlib
 
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.spec import FactKind
 from kvferry.handshake.values import canonical
 
 __all__ = ["DIGEST_BYTES", "digest", "digest_text"]

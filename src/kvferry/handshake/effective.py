@@ -1,6 +1,6 @@
 """Effective values that several facts are made from."""
 
-from kvferry.handshake.engine import EngineDescription
+from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.values import effective_dtype
 
 __all__ = ["GARBAGE", "kv_dtype", "model_dtype", "revision"]

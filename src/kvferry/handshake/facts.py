@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import MalformedMessage
-from kvferry.handshake.engine import EngineDescription
-from kvferry.handshake.spec import FactKind
+from kvferry.handshake.engine_description import EngineDescription
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.values import FactValue
 

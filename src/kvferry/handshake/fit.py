@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
-from kvferry.handshake.handshake import Fit
+from kvferry.handshake.exchange import Fit
 from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.layout.pairing import Pairing, pair
 from kvferry.settings import Role

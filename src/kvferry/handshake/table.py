@@ -6,8 +6,8 @@ do not tell it, still fit.
 """
 
 from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
-from kvferry.handshake.engine import EngineDescription
-from kvferry.handshake.spec import Change, FactKind, FactSpec, flag
+from kvferry.handshake.engine_description import EngineDescription
+from kvferry.handshake.fact import Change, FactKind, FactSpec, flag
 from kvferry.handshake.table_speculation import SPECULATION
 from kvferry.handshake.values import config_text, dtype_name, run_length, short_digest
 

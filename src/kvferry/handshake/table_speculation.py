@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
-from kvferry.handshake.engine import EngineDescription, SpeculationFacts
-from kvferry.handshake.spec import Change, FactKind, FactSpec, Read, flag
+from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
+from kvferry.handshake.fact import Change, FactKind, FactSpec, Read, flag
 from kvferry.handshake.values import STATELESS_METHODS, FactValue, effective_dtype, speculative_method
 from kvferry.settings import Role
 

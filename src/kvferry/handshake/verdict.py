@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.handshake.fact import NO_SETTING, NO_SETTING_ON_EITHER, Change, FactKind, FactSpec
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.spec import NO_SETTING, NO_SETTING_ON_EITHER, Change, FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role

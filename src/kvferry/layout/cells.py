@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.boxes import GroupPair
 from kvferry.layout.description import Axis, CacheKind, CacheLayout, Rank, Tensor
+from kvferry.layout.edge import GroupPair
 from kvferry.layout.tokens import MAX_TOKENS, Holder, holder, lookup
 
 if TYPE_CHECKING:

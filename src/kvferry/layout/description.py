@@ -6,7 +6,7 @@ Nothing here is "in the same order as yours": layers, parts and axes have names,
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.layout import checks
+from kvferry.layout import limits
 
 __all__ = ["Axis", "CacheGroup", "CacheKind", "CacheLayout", "MemoryKind", "Paging", "Rank", "Region", "Tensor"]
 
@@ -41,7 +41,7 @@ class Region:
     device: int = 0
 
     def __post_init__(self) -> None:
-        checks.check_region(self)
+        limits.check_region(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Axis:
     """Moved whole, never cut: an opaque packing. Both sides must hold the same range."""
 
     def __post_init__(self) -> None:
-        checks.check_axis(self)
+        limits.check_axis(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Paging:
     token_stride_bytes: int | None
 
     def __post_init__(self) -> None:
-        checks.check_paging(self)
+        limits.check_paging(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Tensor:
     axes: tuple[Axis, ...]
 
     def __post_init__(self) -> None:
-        checks.check_tensor(self)
+        limits.check_tensor(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class CacheGroup:
     FULL group: every block is kept, though only these are needed (a hybrid model without the hybrid allocator)."""
 
     def __post_init__(self) -> None:
-        checks.check_group(self)
+        limits.check_group(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Rank:
     """Context parallelism deals the token axis out in runs of this many tokens."""
 
     def __post_init__(self) -> None:
-        checks.check_rank(self)
+        limits.check_rank(self)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -148,4 +148,4 @@ class CacheLayout:
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
-        checks.check_layout(self)
+        limits.check_layout(self)

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.boxes import Box, GroupPair
-from kvferry.layout.checks import MAX_BLOCK_TOKENS
+from kvferry.layout.edge import Box, GroupPair
+from kvferry.layout.limits import MAX_BLOCK_TOKENS
 from kvferry.layout.planning import moves
 from kvferry.layout.sharing import check_groups_apart
 from kvferry.layout.tokens import (

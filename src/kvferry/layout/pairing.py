@@ -11,8 +11,8 @@ from itertools import pairwise, product
 from math import lcm
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
-from kvferry.layout.boxes import Compiled, compile_edge
 from kvferry.layout.description import Axis, CacheGroup, CacheKind, CacheLayout, Rank, Tensor
+from kvferry.layout.edge import Compiled, compile_edge
 
 __all__ = ["Edge", "Pairing", "TensorSlice", "pair"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
-from kvferry.layout.boxes import BoxClass, GroupPair, Template, merge_neighbours, templates
+from kvferry.layout.edge import BoxClass, GroupPair, Template, merge_neighbours, templates
 from kvferry.layout.sharing import check_groups_apart
 from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, distinct, holder, lookup, segments, shared_span
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.boxes import GroupPair
 from kvferry.layout.description import CacheLayout, Rank, Tensor
+from kvferry.layout.edge import GroupPair
 from kvferry.layout.sharing import Lane, shared_lanes
 
 if TYPE_CHECKING:

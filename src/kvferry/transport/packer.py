@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kvferry.errors import TransferError
 from kvferry.layout.blocks import Runs
-from kvferry.layout.boxes import merge_neighbours
 from kvferry.layout.description import MemoryKind, Region
+from kvferry.layout.edge import merge_neighbours
 from kvferry.layout.packing import PackBox, PackPlan, Side
 
 # torch takes seconds to import, and whoever only counts pieces (the cost model, `kvferry plan`) has no tensors.

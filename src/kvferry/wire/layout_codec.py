@@ -15,15 +15,6 @@ from typing import Annotated
 import msgspec
 
 from kvferry.errors import ConfigError, MalformedMessage
-from kvferry.layout.checks import (
-    MAX_AXES,
-    MAX_BYTES,
-    MAX_GROUPS,
-    MAX_NAME,
-    MAX_RANKS,
-    MAX_REGIONS,
-    MAX_TENSORS,
-)
 from kvferry.layout.description import (
     Axis,
     CacheGroup,
@@ -35,6 +26,7 @@ from kvferry.layout.description import (
     Region,
     Tensor,
 )
+from kvferry.layout.limits import MAX_AXES, MAX_BYTES, MAX_GROUPS, MAX_NAME, MAX_RANKS, MAX_REGIONS, MAX_TENSORS
 
 __all__ = [
     "LAYOUT_VERSION",

@@ -31,12 +31,12 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.spec.cards import DrafterCard, open_drafter
 from kvferry.engines.mini.spec.load import find_drafter
 from kvferry.engines.mini.specs import make_groups
-from kvferry.handshake.engine import EngineDescription, SpeculationFacts
+from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
+from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshake import LocalSide
-from kvferry.handshake.peers import PeerState
+from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.description import CacheKind
 from kvferry.settings import FerrySettings, Role

@@ -21,9 +21,9 @@ from kvferry.engines.vllm.records import RankCard
 from kvferry.engines.vllm.scheduling import Ended, VllmScheduler
 from kvferry.engines.vllm.wake import Wake
 from kvferry.errors import ConfigError
+from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshake import LocalSide
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheKind
 from kvferry.wire.hello import Hello, RankHello

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import ConfigError, UnknownModel
-from kvferry.handshake.engine import EngineDescription, SpeculationFacts
+from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
 from kvferry.handshake.fingerprint import find_model, model_fingerprint, tokenizer_fingerprint
 from kvferry.settings import FerrySettings, Role
 from kvferry.wire.versions import protocol_range

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvferry.handshake.engine import EngineDescription
+from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.values import FactValue
 from kvferry.settings import Role
 

@@ -16,8 +16,8 @@ import threading
 from dataclasses import dataclass
 
 from kvferry.errors import FerryError, MalformedMessage
-from kvferry.handshake.handshake import Accepted, AskAgain, LocalSide, Refused, ask, judge_ask, judge_reply, refuse
-from kvferry.handshake.peers import BackOff, Peer, PeerBook, PeerState
+from kvferry.handshake.exchange import Accepted, AskAgain, LocalSide, Refused, ask, judge_ask, judge_reply, refuse
+from kvferry.handshake.peer_table import BackOff, Peer, PeerBook, PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.wire.envelope import Envelope, decode_envelope
 from kvferry.wire.hello import encode_hello

@@ -22,7 +22,7 @@ from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import ConfigError
 from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.key import load_key, require_key
-from kvferry.sidechannel.limits import RateLimit
+from kvferry.sidechannel.rate_limit import RateLimit
 from kvferry.wire.envelope import Envelope, Kind, encode_envelope
 
 __all__ = ["MAX_TOKEN_BYTES", "OnEnvelope", "SideChannelServer", "SideChannelStats"]

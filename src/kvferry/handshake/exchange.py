@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.digest import digest
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import Fact, Facts
-from kvferry.handshake.spec import FactKind
 from kvferry.handshake.verdict import Verdict, verdict
 from kvferry.ids import EngineId, Incarnation
 from kvferry.wire.envelope import MAX_REASON_CHARS, Envelope, Kind, WireFact, decode_envelope, encode_envelope
