@@ -9,7 +9,7 @@ from kvferry.cli import bench_calibrate, bench_transfer
 from kvferry.cli.bench_transfer import CASES, layouts
 from kvferry.cli.main import ExitCode, main
 from kvferry.layout.pairing import pair
-from kvferry.transport.cost import CostModel, calibration_path, load_cost_model
+from kvferry.transport.staging.cost import CostModel, calibration_path, load_cost_model
 
 KEYS = {
     "case", "bytes", "direct_gbps", "staged_gbps", "chosen", "chosen_gbps", "one_long_gbps", "memcpy_gbps",

@@ -138,7 +138,7 @@ def test_too_little_shared_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
 def test_a_missing_library_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("kvferry.transport.nixl", "kvferry.transport.nixl_errors"):
+    for name in ("kvferry.transport.nixl.nixl", "kvferry.transport.nixl.nixl_errors"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "nixl", None)
     assert main(["doctor"]) == ExitCode.ERROR

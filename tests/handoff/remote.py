@@ -21,7 +21,7 @@ ANSWER_S = 180.0
 
 
 def _nixl(name: PeerName) -> Transport:
-    from kvferry.transport.nixl import NixlTransport
+    from kvferry.transport.nixl.nixl import NixlTransport
 
     return NixlTransport(name, settle_s=0.05)
 

@@ -10,9 +10,9 @@ from kvferry.layout.description import CacheLayout, Region
 from kvferry.settings import Role, TransferMode, Verify
 from kvferry.testing.clock import FakeClock
 from kvferry.transport.base import Transport
-from kvferry.transport.cost import CostModel
-from kvferry.transport.packer import region_views
-from kvferry.transport.staging import StagingPool
+from kvferry.transport.staging.cost import CostModel
+from kvferry.transport.staging.packer import region_views
+from kvferry.transport.staging.staging import StagingPool
 from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
 from tests.handoff.posts import a_write
 

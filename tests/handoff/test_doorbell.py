@@ -9,11 +9,11 @@ import pytest
 
 from kvferry.clock import MonotonicClock
 from kvferry.handoff.actions import Send
-from kvferry.handoff.doorbell import EXPECTING_S, Doorbell, numeric
 from kvferry.handoff.orders import StepOrders
 from kvferry.handoff.pace import pause_s
 from kvferry.ids import PeerName
 from kvferry.settings import Role, TransferMode
+from kvferry.transport.nixl.doorbell import EXPECTING_S, Doorbell, numeric
 from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
 
 CLOCK = MonotonicClock()

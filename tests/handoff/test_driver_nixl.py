@@ -15,7 +15,7 @@ SOURCE, TARGET = [5, 3, 9, 7, 11, 2], [4, 8, 1, 6, 20, 21]
 
 
 def _nixl(name: PeerName) -> Transport:
-    from kvferry.transport.nixl import NixlTransport
+    from kvferry.transport.nixl.nixl import NixlTransport
 
     return NixlTransport(name, settle_s=0.1)
 

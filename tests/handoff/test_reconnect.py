@@ -14,7 +14,7 @@ NEAR, FAR = PeerName("near/i1/0"), PeerName("far/i1/0")
 
 
 def _nixl(name: PeerName) -> Transport:
-    from kvferry.transport.nixl import NixlTransport
+    from kvferry.transport.nixl.nixl import NixlTransport
 
     return NixlTransport(name)
 

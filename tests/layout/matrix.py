@@ -24,7 +24,7 @@ from kvferry.layout.description import CacheKind, CacheLayout, Tensor
 from kvferry.layout.packing import plan_staged
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
-from kvferry.transport.packer import copy_with_numpy
+from kvferry.transport.staging.packer import copy_with_numpy
 from tests.layout.worlds import Config, Engine, Layer, Model, build
 
 TPS, PPS, BLOCKS = (1, 2, 3, 4, 8), (1, 2, 4), (8, 16, 24, 64, 128)

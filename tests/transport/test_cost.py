@@ -9,15 +9,8 @@ import pytest
 from kvferry.errors import ConfigError
 from kvferry.layout.blocks import TokenRange
 from kvferry.transport.base import Operation
-from kvferry.transport.chunks import chunk_plans
-from kvferry.transport.cost import (
-    CostModel,
-    Route,
-    calibration_path,
-    choose,
-    load_cost_model,
-    save_cost_model,
-)
+from kvferry.transport.staging.chunks import chunk_plans
+from kvferry.transport.staging.cost import CostModel, Route, calibration_path, choose, load_cost_model, save_cost_model
 from tests.transport.caches import NUM_TOKENS, PAIRS, edge, table
 
 READ, WRITE = Operation.READ, Operation.WRITE

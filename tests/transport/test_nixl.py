@@ -13,8 +13,8 @@ from kvferry.ids import PeerName
 from kvferry.testing.ends import LocalEnd, ProcessEnd
 from kvferry.testing.transport_suite import runs
 from kvferry.transport.base import Completion, Operation
-from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.nixl_errors import MEANING, bindings, mapped
+from kvferry.transport.nixl.nixl import NixlTransport
+from kvferry.transport.nixl.nixl_errors import MEANING, bindings, mapped
 
 pytestmark = pytest.mark.process
 

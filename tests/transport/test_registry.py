@@ -22,7 +22,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kvferry.transport.nixl", "kvferry.transport.nixl_errors", "nixl"):
+    for name in ("kvferry.transport.nixl.nixl", "kvferry.transport.nixl.nixl_errors", "nixl"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvferry\[nixl\]'$"):

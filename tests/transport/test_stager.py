@@ -13,11 +13,11 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.layout.description import Region
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Operation
-from kvferry.transport.chunks import CHUNK_BYTES, chunk_plans
 from kvferry.transport.memory import MemoryHub, MemoryTransport
-from kvferry.transport.packer import region_views
-from kvferry.transport.stager import StagedDone, Stager
-from kvferry.transport.staging import StagingPool
+from kvferry.transport.staging.chunks import CHUNK_BYTES, chunk_plans
+from kvferry.transport.staging.packer import region_views
+from kvferry.transport.staging.stager import StagedDone, Stager
+from kvferry.transport.staging.staging import StagingPool
 from tests.transport.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 
 NEAR, FAR = PeerName("near"), PeerName("far")

@@ -10,8 +10,8 @@ from kvferry.errors import ConfigError, MalformedMessage, TransferError
 from kvferry.layout.blocks import TokenRange
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.layout.packing import PackBox, PackPlan, Side, StagedPlan, plan_staged
-from kvferry.transport.chunks import chunk_plans
-from kvferry.transport.packer import (
+from kvferry.transport.staging.chunks import chunk_plans
+from kvferry.transport.staging.packer import (
     copy_with_numpy,
     copy_with_torch,
     num_pieces,
@@ -20,7 +20,7 @@ from kvferry.transport.packer import (
     staging_runs,
     unpack,
 )
-from kvferry.transport.staging import Lease, StagingPool
+from kvferry.transport.staging.staging import Lease, StagingPool
 from tests.examples import examples
 from tests.transport.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 

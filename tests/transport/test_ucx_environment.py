@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.transport import ucx_environment
-from kvferry.transport.ucx_environment import may_read_other_processes, prepare_environment
+from kvferry.transport.nixl import ucx_environment
+from kvferry.transport.nixl.ucx_environment import may_read_other_processes, prepare_environment
 
 
 def test_what_is_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

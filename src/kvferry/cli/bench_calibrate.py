@@ -20,9 +20,9 @@ from kvferry.layout.blocks import Runs
 from kvferry.layout.packing import PackBox, PackPlan, Side
 from kvferry.testing.ends import LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation
-from kvferry.transport.chunks import CHUNK_BYTES
-from kvferry.transport.cost import CostModel, calibration_path, load_cost_model, save_cost_model
-from kvferry.transport.packer import unpack
+from kvferry.transport.staging.chunks import CHUNK_BYTES
+from kvferry.transport.staging.cost import CostModel, calibration_path, load_cost_model, save_cost_model
+from kvferry.transport.staging.packer import unpack
 
 __all__ = ["add_arguments", "measure", "run"]
 

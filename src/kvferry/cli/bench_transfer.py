@@ -30,11 +30,11 @@ from kvferry.layout.planning import plan
 from kvferry.settings import TransferSettings
 from kvferry.testing.ends import LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation, Ticket
-from kvferry.transport.chunks import CHUNK_BYTES, chunk_plans
-from kvferry.transport.cost import Choice, choose, load_cost_model
-from kvferry.transport.packer import region_views
-from kvferry.transport.stager import Stager
-from kvferry.transport.staging import StagingPool
+from kvferry.transport.staging.chunks import CHUNK_BYTES, chunk_plans
+from kvferry.transport.staging.cost import Choice, choose, load_cost_model
+from kvferry.transport.staging.packer import region_views
+from kvferry.transport.staging.stager import Stager
+from kvferry.transport.staging.staging import StagingPool
 
 __all__ = ["CASES", "QUICK_ARGS", "Case", "add_arguments", "measure_case", "run"]
 

@@ -21,8 +21,8 @@ from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
 from kvferry.transport.base import Operation
-from kvferry.transport.chunks import chunk_plans
-from kvferry.transport.cost import choose, load_cost_model
+from kvferry.transport.staging.chunks import chunk_plans
+from kvferry.transport.staging.cost import choose, load_cost_model
 
 __all__ = ["SUMMARY", "add_arguments", "made_up_tables", "rows", "run"]
 

@@ -12,10 +12,10 @@ from kvferry.layout.description import CacheLayout, MemoryKind, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Transport
-from kvferry.transport.cost import load_cost_model
-from kvferry.transport.packer import region_views
 from kvferry.transport.registry import make_transport
-from kvferry.transport.staging import StagingPool
+from kvferry.transport.staging.cost import load_cost_model
+from kvferry.transport.staging.packer import region_views
+from kvferry.transport.staging.staging import StagingPool
 
 __all__ = ["HandoffWorker", "joined_stats", "start_worker"]
 

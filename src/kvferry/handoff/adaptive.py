@@ -16,11 +16,11 @@ from kvferry.handoff.links import Flow, Link
 from kvferry.handoff.mover import DirectMover, Moved, runs_of
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Transport
-from kvferry.transport.chunks import chunk_plans
-from kvferry.transport.cost import CostModel, Route, choose
-from kvferry.transport.packer import Memory
-from kvferry.transport.stager import StagedDone, StagedId, Stager
-from kvferry.transport.staging import StagingPool
+from kvferry.transport.staging.chunks import chunk_plans
+from kvferry.transport.staging.cost import CostModel, Route, choose
+from kvferry.transport.staging.packer import Memory
+from kvferry.transport.staging.stager import StagedDone, StagedId, Stager
+from kvferry.transport.staging.staging import StagingPool
 from kvferry.wire.handoff_messages import encode_message, with_size
 
 __all__ = ["AdaptiveMover"]

@@ -16,7 +16,6 @@ from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, Tr
 from kvferry.handoff.actions import Disconnect, Peer, Post, PostId, Send
 from kvferry.handoff.core import RankCore
 from kvferry.handoff.digest import CacheMemory, DramMemory
-from kvferry.handoff.doorbell import Doorbell
 from kvferry.handoff.links import Link, layouts_of, make_links
 from kvferry.handoff.mover import DirectMover, Moved, Mover
 from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport, merged
@@ -28,6 +27,7 @@ from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Received, Transport
+from kvferry.transport.nixl.doorbell import Doorbell
 from kvferry.wire.handoff_messages import Fragment, Reassembly, Renew, RenewAck, decode_message, frames, with_bell
 from kvferry.wire.hello import decode_hello
 

@@ -6,11 +6,11 @@ from functools import cached_property
 from math import lcm, prod
 
 from kvferry.errors import MalformedMessage
-from kvferry.handoff.doorbell import numeric
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.layout.pairing import Edge, pair
 from kvferry.settings import Role
+from kvferry.transport.nixl.doorbell import numeric
 from kvferry.wire.hello import Hello, decode_hello
 from kvferry.wire.layout_codec import decode_layout
 

@@ -18,7 +18,7 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.transport.base import Completion, Operation, Polled, Received, Ticket
-from kvferry.transport.checks import check_message, check_regions, check_runs
+from kvferry.transport.run_checks import check_message, check_regions, check_runs
 
 __all__ = ["POISON", "MemoryFaults", "MemoryHub", "MemoryTransport"]
 

@@ -10,7 +10,7 @@ from kvferry.transport.base import Transport
 __all__ = ["TRANSPORTS", "make_transport"]
 
 TRANSPORTS = {
-    "nixl": "kvferry.transport.nixl:NixlTransport",
+    "nixl": "kvferry.transport.nixl.nixl:NixlTransport",
     "memory": "kvferry.transport.memory:MemoryTransport",
 }
 _INSTALL = {"nixl": "pip install 'kvferry[nixl]'"}

@@ -21,9 +21,9 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Ticket, Transport
-from kvferry.transport.chunks import CHUNK_BYTES
-from kvferry.transport.packer import Memory, pack, staging_runs, unpack
-from kvferry.transport.staging import Lease, StagingPool
+from kvferry.transport.staging.chunks import CHUNK_BYTES
+from kvferry.transport.staging.packer import Memory, pack, staging_runs, unpack
+from kvferry.transport.staging.staging import Lease, StagingPool
 
 __all__ = ["StagedDone", "StagedId", "Stager"]
 

@@ -27,13 +27,13 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.transport.base import Completion, Operation, Polled, Received, Ticket
-from kvferry.transport.checks import check_message, check_regions, check_runs
+from kvferry.transport.nixl.ucx_environment import prepare_environment
 from kvferry.transport.ordering import Inbox, Outbox
-from kvferry.transport.ucx_environment import prepare_environment
+from kvferry.transport.run_checks import check_message, check_regions, check_runs
 
 prepare_environment()  # before the library below is loaded: it reads its environment then
 
-from kvferry.transport.nixl_errors import bindings, mapped  # noqa: E402
+from kvferry.transport.nixl.nixl_errors import bindings, mapped  # noqa: E402
 
 __all__ = ["NixlTransport"]
 

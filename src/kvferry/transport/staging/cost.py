@@ -18,7 +18,7 @@ import numpy as np
 from kvferry.errors import ConfigError
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Operation
-from kvferry.transport.packer import num_pieces
+from kvferry.transport.staging.packer import num_pieces
 
 __all__ = ["Choice", "CostModel", "Route", "calibration_path", "choose", "load_cost_model", "save_cost_model"]
 
