@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.handoff.driver import Driver
-from kvferry.handoff.mover import Mover
+from kvferry.handoff.driver.driver import Driver
+from kvferry.handoff.driver.mover import Mover
 from kvferry.handoff.orders import Failed, Introduce, Landed, Offer, StepOrders, Want
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Post, Send
-from kvferry.handoff.core import RankCore
 from kvferry.handoff.orders import Cancel, Hold, Offer, StepOrders, StepReport, Want, Withdraw
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings

@@ -1,7 +1,7 @@
 """Posts to give to a mover by hand."""
 
 from kvferry.handoff.actions import Peer, Post, PostId
-from kvferry.handoff.links import Flow, Link
+from kvferry.handoff.driver.links import Flow, Link
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import block_major, head_range

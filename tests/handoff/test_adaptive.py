@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvferry.handoff.adaptive import AdaptiveMover
+from kvferry.handoff.driver.adaptive import AdaptiveMover
 from kvferry.handoff.orders import StepOrders
 from kvferry.ids import PeerName
 from kvferry.layout.description import CacheLayout, Region
@@ -105,7 +105,7 @@ def test_few_runs_go_directly_without_a_look_at_the_costs(monkeypatch: pytest.Mo
     def compared(*_: object) -> None:
         raise AssertionError("the ways were compared")
 
-    monkeypatch.setattr("kvferry.handoff.adaptive.choose", compared)
+    monkeypatch.setattr("kvferry.handoff.driver.adaptive.choose", compared)
     _, transports = memory_transports()
     settings = settings_for(TransferMode.PUSH)
     p = StagingEngine("p", Role.PREFILL, settings, transports, num_blocks=300, block_tokens=64)

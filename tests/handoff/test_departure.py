@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.handoff.driver.liveness import Presence
 from kvferry.handoff.orders import Depart, StepOrders
-from kvferry.handoff.presence import Presence
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.memory import MemoryTransport

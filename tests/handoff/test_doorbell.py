@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.clock import MonotonicClock
 from kvferry.handoff.actions import Send
+from kvferry.handoff.driver.poll_interval import pause_s
 from kvferry.handoff.orders import StepOrders
-from kvferry.handoff.pace import pause_s
 from kvferry.ids import PeerName
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.nixl.doorbell import EXPECTING_S, Doorbell, numeric
@@ -140,7 +140,7 @@ class _WithHost(Engine):
 @pytest.mark.parametrize("mode", list(TransferMode))
 def test_drivers_that_met_ring_and_need_no_polling(mode: TransferMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where everybody rings, a driver that would sleep for half a minute between two looks hands over at once."""
-    monkeypatch.setattr("kvferry.handoff.driver.pause_s", _sleeps_long_where_all_ring)
+    monkeypatch.setattr("kvferry.handoff.driver.driver.pause_s", _sleeps_long_where_all_ring)
     _, transports = memory_transports()
     settings = settings_for(mode, ttl_s=40.0, deadline_s=40.0)
     p = _WithHost("p", Role.PREFILL, settings, transports)

@@ -1,8 +1,8 @@
 """What one part of a hand-off moves: every-token groups chunk by chunk, windows and states at the end only."""
 
 from kvferry.handoff.actions import Peer, Post, PostId
-from kvferry.handoff.links import Flow, Link
-from kvferry.handoff.mover import DirectMover, Moved, runs_of
+from kvferry.handoff.driver.links import Flow, Link
+from kvferry.handoff.driver.mover import DirectMover, Moved, runs_of
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import LayoutBuilder, StatePart, head_range

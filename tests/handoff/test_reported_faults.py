@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvferry.handoff.actions import MachineLimits
-from kvferry.handoff.core import RankCore
-from kvferry.handoff.receives import Receive, Source
+from kvferry.handoff.decode.receive import Receive, Source
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.settings import TransferMode
 from kvferry.testing.simulator import mutants
 from kvferry.wire.handoff_messages import Confirm, Renew, RenewAck

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 
-from kvferry.handoff.adaptive import AdaptiveMover
-from kvferry.handoff.driver import Driver
+from kvferry.handoff.driver.adaptive import AdaptiveMover
+from kvferry.handoff.driver.driver import Driver
 from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, peer_name
 from kvferry.layout.description import CacheLayout, MemoryKind, Region

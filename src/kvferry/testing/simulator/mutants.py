@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 from kvferry.handoff.actions import Action, Post, Send
-from kvferry.handoff.core import RankCore
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import PeerName
 from kvferry.wire.handoff_messages import Message, readdressed
 

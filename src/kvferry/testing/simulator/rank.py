@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.handoff.actions import Peer, Post, Send
-from kvferry.handoff.core import RankCore
 from kvferry.handoff.orders import StepOrders
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.memory import MAX_RANKS, Transfer, Violation

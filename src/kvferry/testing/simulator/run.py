@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.handoff.core import RankCore
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.testing.simulator.memory import Violation
 from kvferry.testing.simulator.mutants import MUTANTS
 from kvferry.testing.simulator.scenario import make_scenario

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvferry.handoff.core import RankCore
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.testing.simulator.memory import Violation
 from kvferry.testing.simulator.scenario import Job, Scenario
 from kvferry.testing.simulator.world import World

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from kvferry.handoff.actions import Peer, Post
-from kvferry.handoff.core import RankCore
+from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.testing.simulator.engines import DecodeEngine, PrefillEngine, SimEngine
 from kvferry.testing.simulator.memory import Transfer, Violation

@@ -16,9 +16,9 @@ counts from what we sent; no write starts that could outlive it.
 from collections import OrderedDict
 
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
-from kvferry.handoff.grants import Consumer, ConsumerState, Grant, ready, write
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Offer, Withdraw
+from kvferry.handoff.prefill.grant import Consumer, ConsumerState, Grant, ready, write
 from kvferry.ids import PeerName, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings

@@ -6,10 +6,10 @@ Still no I/O: the driver and the simulator feed it the same events, and carry ou
 from dataclasses import replace
 
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
-from kvferry.handoff.decode import DecodeMachine
+from kvferry.handoff.decode.machine import DecodeMachine
 from kvferry.handoff.leases import first_of
 from kvferry.handoff.orders import StepOrders, StepReport
-from kvferry.handoff.prefill import PrefillMachine
+from kvferry.handoff.prefill.machine import PrefillMachine
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats

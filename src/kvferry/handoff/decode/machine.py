@@ -17,10 +17,10 @@ A source (one prefill rank of a receive) is WAITING (asked, no answer), ACTIVE (
 from collections.abc import Callable, Sequence
 
 from kvferry.handoff.actions import Action, Disconnect, Peer, Ports, PostId, Send
-from kvferry.handoff.holds import Holds
+from kvferry.handoff.decode.receive import Receive, Source, State, claim, confirm, drop, read, register, revoke
+from kvferry.handoff.keep_alives import Holds
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Want
-from kvferry.handoff.receives import Receive, Source, State, claim, confirm, drop, read, register, revoke
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings

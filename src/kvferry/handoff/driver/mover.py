@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvferry.errors import MalformedMessage, PeerLost, TransferError
 from kvferry.handoff.actions import Post, PostId
-from kvferry.handoff.links import Flow, Link
+from kvferry.handoff.driver.links import Flow, Link
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.pairing import Edge
 from kvferry.layout.planning import plan

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
 from kvferry.handoff.actions import Disconnect, Peer, Post, PostId, Send
-from kvferry.handoff.core import RankCore
-from kvferry.handoff.digest import CacheMemory, DramMemory
-from kvferry.handoff.links import Link, layouts_of, make_links
-from kvferry.handoff.mover import DirectMover, Moved, Mover
+from kvferry.handoff.driver.links import Link, layouts_of, make_links
+from kvferry.handoff.driver.liveness import GONE_AFTER_S, Presence
+from kvferry.handoff.driver.mover import DirectMover, Moved, Mover
+from kvferry.handoff.driver.poll_interval import pause_s
+from kvferry.handoff.driver.queries import LinkPorts
 from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport, merged
-from kvferry.handoff.pace import pause_s
-from kvferry.handoff.ports import LinkPorts
-from kvferry.handoff.presence import GONE_AFTER_S, Presence
+from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.verify import CacheMemory, DramMemory
 from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.settings import FerrySettings

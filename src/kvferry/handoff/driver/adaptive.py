@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import MalformedMessage
 from kvferry.handoff.actions import Post, PostId
-from kvferry.handoff.links import Flow, Link
-from kvferry.handoff.mover import DirectMover, Moved, runs_of
+from kvferry.handoff.driver.links import Flow, Link
+from kvferry.handoff.driver.mover import DirectMover, Moved, runs_of
 from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Transport
 from kvferry.transport.staging.chunks import chunk_plans

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from kvferry.errors import MalformedMessage
 from kvferry.handoff.actions import Peer
-from kvferry.handoff.digest import CacheMemory, cell_digest, compare
-from kvferry.handoff.links import Flow, Link
+from kvferry.handoff.driver.links import Flow, Link
+from kvferry.handoff.verify import CacheMemory, cell_digest, compare
 from kvferry.ids import PeerName, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheLayout
