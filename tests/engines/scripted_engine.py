@@ -9,10 +9,10 @@ from typing import Any
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.errors import RequestError
-from kvferry.http.listen import Listener
 from kvferry.ids import RequestId, TransferId
 from kvferry.settings import TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.web.listen import Listener
 from kvferry.wire.params import HandoffParams
 
 ANSWER = "The quick brown fox jumps over the lazy dog. "

@@ -9,7 +9,7 @@ import aiohttp
 import openai
 import pytest
 
-from kvferry.http.listen import Listener
+from kvferry.web.listen import Listener
 from tests.engines.scripted_engine import ANSWER, CharTokenizer, ScriptedWorker, a_server, listening, until
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.errors import ConfigError
-from kvferry.http.listen import Listener, serve_until_signal
+from kvferry.web.listen import Listener, serve_until_signal
 from tests.engines.scripted_engine import ScriptedWorker, a_server, until
 
 BODY = {"prompt": "abc", "max_tokens": 4}

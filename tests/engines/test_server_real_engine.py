@@ -12,8 +12,8 @@ import pytest
 
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
-from kvferry.http.listen import Listener
 from kvferry.ids import TransferId
+from kvferry.web.listen import Listener
 from tests.engines.conftest import MakeEngine, ask, finish, prompt_of, text_of
 from tests.engines.scripted_engine import until
 

@@ -14,7 +14,7 @@ from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.engines.mini.server.replies import CompletionReply
 from kvferry.engines.mini.server.tracing import Traces
-from kvferry.http.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
+from kvferry.web.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 from tests.engines.scripted_engine import CharTokenizer, listening
 
 PULL = {
@@ -97,8 +97,8 @@ def test_memory_is_bounded_in_requests_and_in_repeats() -> None:
 @pytest.mark.engine
 def test_a_real_engine_notes_queue_prefill_and_decode(tmp_path: Path) -> None:
     from kvferry.engines.mini.engine import Engine, EngineSettings
-    from kvferry.http.stages import stages_of
     from kvferry.ids import RequestId
+    from kvferry.web.stages import stages_of
     from tests.engines.tiny_model import make_tiny_model
 
     engine = Engine.load(EngineSettings(model=str(make_tiny_model(tmp_path)), num_blocks=32, threads=1))

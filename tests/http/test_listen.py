@@ -5,7 +5,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from kvferry.http.listen import Listener
+from kvferry.web.listen import Listener
 
 
 async def test_an_application_that_does_not_start_leaves_no_socket() -> None:

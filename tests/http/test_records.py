@@ -3,11 +3,11 @@
 import pytest
 
 from kvferry.errors import ConfigError, Overloaded, RequestError, RequestTooLong, TransferError
-from kvferry.http.errors import as_api_error
-from kvferry.http.listen import announce, url_of
-from kvferry.http.records import Served, header_value
 from kvferry.settings import TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
+from kvferry.web.api_errors import as_api_error
+from kvferry.web.listen import announce, url_of
+from kvferry.web.records import Served, header_value
 
 
 def test_served_comes_from_the_engines_records() -> None:

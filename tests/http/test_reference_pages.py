@@ -7,9 +7,9 @@ from aiohttp import web
 
 from kvferry.engines.mini.server.bodies import ChatBody, CompletionBody
 from kvferry.engines.mini.server.metrics import WorkerMetrics
-from kvferry.http.records import Served
 from kvferry.router.app import Router
 from kvferry.router.metrics import RouterMetrics
+from kvferry.web.records import Served
 from tests.engines.scripted_engine import a_server
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

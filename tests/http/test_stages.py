@@ -1,7 +1,7 @@
 """Moments of an engine as stages."""
 
-from kvferry.http.stages import HandoffTotals, Stage, stages_of
 from kvferry.stats import StageTimes
+from kvferry.web.stages import HandoffTotals, Stage, stages_of
 
 
 def test_a_request_that_is_computed_here() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from kvferry.http.listen import Listener
+from kvferry.web.listen import Listener
 
 
 @dataclass(kw_only=True)

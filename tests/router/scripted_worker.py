@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
+from kvferry.web.listen import Listener
 from tests.router.scripted_server import ScriptedServer
 
 PARAMS = b'{"remote_block_ids":[[1,2]],  "remote_engine_id":"p0","odd":1.50,"transfer_mode":"pull"}'

@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.engines.mini.server.fleet import Registrar
 from kvferry.errors import ConfigError
-from kvferry.http.errors import ApiError
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.discovery import FleetFile, Registration, Registrations
 from kvferry.router.keys import read_keys
@@ -20,6 +19,7 @@ from kvferry.router.settings import RouterSettings
 from kvferry.router.worker import Source
 from kvferry.router.workers import Fleet
 from kvferry.settings import Role
+from kvferry.web.api_errors import ApiError
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import FAST, Worker, a_decode, a_prefill, fleet, hanging, routing
 from tests.router.test_dispatch import BODY, post

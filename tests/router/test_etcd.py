@@ -18,10 +18,10 @@ from aiohttp import web
 
 from kvferry.engines.mini.server.etcd import EtcdRegistrar
 from kvferry.errors import ConfigError
-from kvferry.http.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
-from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
+from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
+from kvferry.web.listen import Listener
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import a_decode, a_prefill, routing
 from tests.router.test_dispatch import BODY, post
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
 
 
 async def test_a_watch_that_stays_silent_is_ended_and_all_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.http.etcd._WATCH_QUIET_S", 0.05)
+    monkeypatch.setattr("kvferry.web.etcd._WATCH_QUIET_S", 0.05)
     silent = asyncio.Event()
 
     async def handle(request: web.Request) -> web.StreamResponse:

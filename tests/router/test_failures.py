@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from kvferry.errors import ConfigError
-from kvferry.http.listen import Listener
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
+from kvferry.web.listen import Listener
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import (
     FAST,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from kvferry.http.records import Limits, Load, Room, WorkerInfo
 from kvferry.router.policies import make_policy
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.router.worker import Worker
 from kvferry.settings import Role
+from kvferry.web.records import Limits, Load, Room, WorkerInfo
 
 
 @dataclass

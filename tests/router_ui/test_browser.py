@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from kvferry.http.listen import Listener
-from kvferry.http.stages import HandoffTotals
 from kvferry.router.app import Router, RouterFiles
+from kvferry.web.listen import Listener
+from kvferry.web.stages import HandoffTotals
 from tests.router.scripted_worker import FAST, fleet
 from tests.router_ui.browser import Page, a_page, chromium_path
 from tests.router_ui.traced_worker import TracedWorker, a_decode, a_prefill

@@ -10,10 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.http.listen import Listener
-from kvferry.http.stages import HandoffTotals
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.ui import handlers
+from kvferry.web.listen import Listener
+from kvferry.web.stages import HandoffTotals
 from tests.router.scripted_worker import FAST, fleet
 from tests.router_ui.traced_worker import a_decode, a_prefill
 

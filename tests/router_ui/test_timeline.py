@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.http.stages import Stage, StageReport
 from kvferry.router.timeline import Span, Timelines, WorkerPart, spans_of
 from kvferry.router.timeline_breakdown import breakdown
+from kvferry.web.stages import Stage, StageReport
 
 PUSH: list[tuple[str, float, dict[str, Any]]] = [
     ("arrived", 10.000, {"request_id": "r1", "path": "/v1/completions", "stream": 1}),

@@ -19,9 +19,9 @@ from opentelemetry.trace import SpanKind
 
 from kvferry.cli.main import ExitCode, main
 from kvferry.errors import ConfigError
-from kvferry.http.listen import Listener
 from kvferry.router import tracing
 from kvferry.router.app import Router
+from kvferry.web.listen import Listener
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import FAST, cutting
 from tests.router_ui.traced_worker import TracedWorker, a_decode, a_prefill

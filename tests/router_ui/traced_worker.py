@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from kvferry.http.listen import Listener
-from kvferry.http.stages import TRACE_PATH, HandoffTotals, Stage, StageReport, TraceAnswer
+from kvferry.web.listen import Listener
+from kvferry.web.stages import TRACE_PATH, HandoffTotals, Stage, StageReport, TraceAnswer
 from tests.router.scripted_worker import PARAMS, Asked, Script, Worker
 
 STREAM = b'data: {"choices":[{"text":"a"}]}\n\n'

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvferry.cli.lifetime import die_with_supervisor
-from kvferry.http.listen import announce
+from kvferry.web.listen import announce
 
 __all__ = ["Script", "main"]
 

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from kvferry.cli.lifetime import die_with_supervisor
-from kvferry.http.listen import announce
+from kvferry.web.listen import announce
 
 
 async def handle(request: web.Request) -> web.StreamResponse:

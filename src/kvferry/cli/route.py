@@ -9,9 +9,9 @@ from enum import StrEnum
 from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import field_docs
-from kvferry.http.listen import Listener, announce, serve_until_signal
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.settings import RouterSettings
+from kvferry.web.listen import Listener, announce, serve_until_signal
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvferry.cli.worker_flags import (
 )
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
-from kvferry.http.listen import Listener, announce, check_ready_file
+from kvferry.web.listen import Listener, announce, check_ready_file
 
 __all__ = ["FleetPlan", "start_fleet"]
 

@@ -10,10 +10,10 @@ them fails no request that has not begun to be answered.
 import math
 import time
 
-from kvferry.http.errors import ApiError
 from kvferry.router.policies import Wanted
 from kvferry.router.shared import Attempts, Dispatcher
 from kvferry.router.worker import Worker
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["admit"]
 

@@ -11,10 +11,6 @@ import msgspec
 from aiohttp import ClientSession, web
 
 from kvferry.errors import ConfigError, FerryError
-from kvferry.http.bodies import decode_body
-from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
-from kvferry.http.etcd import check_etcd
-from kvferry.http.origin import refuse_page
 from kvferry.router.alarm import DecodeOnlyAlarm
 from kvferry.router.bodies import ClientBody
 from kvferry.router.cost import HandoffCost
@@ -36,6 +32,10 @@ from kvferry.router.upstream import Upstream
 from kvferry.router.view import fleet_view, health_of
 from kvferry.router.worker import Worker
 from kvferry.router.workers import Fleet, check_url
+from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.web.etcd import check_etcd
+from kvferry.web.json_body import decode_body
+from kvferry.web.origin import refuse_page
 
 if TYPE_CHECKING:
     from kvferry.router.tracing import Tracing  # needs kvferry[otel]

@@ -5,8 +5,8 @@ Every value stays the bytes that the client sent, unless it is one of those name
 
 import msgspec
 
-from kvferry.http.bodies import decode_body
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
+from kvferry.web.json_body import decode_body
 
 __all__ = ["ClientBody", "PrefillAnswer", "check_choices"]
 

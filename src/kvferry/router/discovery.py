@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.http.errors import ApiError
 from kvferry.router.settings import RouterSettings
 from kvferry.router.worker import Source, Worker
 from kvferry.router.workers import Fleet, check_url
 from kvferry.settings import Role
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["FleetFile", "Registration", "Registrations"]
 

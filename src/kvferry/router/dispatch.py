@@ -28,8 +28,6 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import MalformedMessage
-from kvferry.http.errors import ApiError, request_id_of
-from kvferry.http.records import header_value
 from kvferry.router.admission import admit
 from kvferry.router.answers import WorkerFailed
 from kvferry.router.bodies import ClientBody, PrefillAnswer, check_choices
@@ -42,6 +40,8 @@ from kvferry.router.settings import FirstToken
 from kvferry.router.shared import Attempts, Dispatcher, Ticket, end_tasks
 from kvferry.router.tickets import can_push, learned_from, new_transfer_id, push_params, told_in
 from kvferry.router.worker import Promise, Worker
+from kvferry.web.api_errors import ApiError, request_id_of
+from kvferry.web.records import header_value
 
 __all__ = ["Dispatch"]
 

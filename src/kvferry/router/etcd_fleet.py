@@ -10,11 +10,11 @@ import logging
 import aiohttp
 
 from kvferry.errors import ConfigError
-from kvferry.http.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
 from kvferry.router.settings import RouterSettings
 from kvferry.router.worker import Source
 from kvferry.router.workers import Fleet
 from kvferry.settings import Role
+from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
 
 __all__ = ["EtcdFleet"]
 

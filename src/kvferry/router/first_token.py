@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.http.errors import ApiError
 from kvferry.router.bodies import ClientBody
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["FirstEvent", "as_events", "early_event"]
 

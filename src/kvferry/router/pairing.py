@@ -10,8 +10,8 @@ import msgspec
 from kvferry.errors import MalformedMessage
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.verdict import verdict
-from kvferry.http.records import WorkerInfo
 from kvferry.settings import TransferMode
+from kvferry.web.records import WorkerInfo
 from kvferry.wire.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
 __all__ = ["why_not", "why_not_modes"]

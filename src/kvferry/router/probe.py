@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from kvferry.errors import PeerError
-from kvferry.http.records import Limits, Load, Room, WorkerInfo
 from kvferry.router.worker import Worker
+from kvferry.web.records import Limits, Load, Room, WorkerInfo
 
 __all__ = ["NotAWorker", "ask_what_it_is", "metrics_of_vllm"]
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.http.errors import ApiError, request_id_of
-from kvferry.http.records import HEADER_PREFIX
 from kvferry.router.answers import Answer, WorkerFailed
 from kvferry.router.bodies import ClientBody
 from kvferry.router.first_token import FirstEvent, as_events
 from kvferry.router.reply import Reply
 from kvferry.router.usage import UsageWriter, asked_for
 from kvferry.router.worker import Worker
+from kvferry.web.api_errors import ApiError, request_id_of
+from kvferry.web.records import HEADER_PREFIX
 
 __all__ = ["from_prefill", "relay"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["Reply"]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.http.stages import StageReport
 from kvferry.router.observe import Field
+from kvferry.web.stages import StageReport
 
 __all__ = ["Event", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 import aiohttp
 import msgspec
 
-from kvferry.http.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 from kvferry.router.timeline import Timeline, WorkerPart
 from kvferry.router.timeline_clocks import ClockSample, WorkerClocks
 from kvferry.router.worker import Worker
+from kvferry.web.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 
 __all__ = ["Collector"]
 

@@ -28,11 +28,11 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvferry import __version__
-from kvferry.http.stages import MAX_ASKED
 from kvferry.router.observe import Field
 from kvferry.router.timeline import Timeline, Timelines, WorkerPart, spans_of
 from kvferry.router.timeline_collect import Collector
 from kvferry.router.worker import Worker
+from kvferry.web.stages import MAX_ASKED
 
 __all__ = ["Tracing", "otlp_exporter"]
 

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.http.records import WorkerInfo
 from kvferry.router.breaker import Breaker
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role, TransferMode
+from kvferry.web.records import WorkerInfo
 
 __all__ = ["Learned", "Source", "Wait", "Worker"]
 

@@ -21,7 +21,6 @@ import aiohttp
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.http.records import WorkerInfo
 from kvferry.router.pairs import Pairs
 from kvferry.router.policies import Wanted, make_policy
 from kvferry.router.prefix import unpack_hashes
@@ -29,6 +28,7 @@ from kvferry.router.probe import NotAWorker, ask_what_it_is
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.router.worker import Cached, Source, Wait, Worker
 from kvferry.settings import Role
+from kvferry.web.records import WorkerInfo
 
 __all__ = ["Fleet", "Wait", "Worker", "check_url", "reason_of"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.http.errors import ApiError
 from kvferry.router.shared import Dispatcher
 from kvferry.router.timeline import Timelines
 from kvferry.router.timeline_collect import Collector
 from kvferry.router.ui.state import fleet_state, request_state
 from kvferry.router.view import fleet_view
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["Dashboard"]
 

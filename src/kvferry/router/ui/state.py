@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvferry.http.stages import HandoffTotals
 from kvferry.router.observe import Field
 from kvferry.router.timeline import Timeline, Timelines, WorkerPart, spans_of
 from kvferry.router.timeline_breakdown import breakdown
+from kvferry.web.stages import HandoffTotals
 
 __all__ = ["fleet_state", "request_state"]
 

@@ -28,11 +28,11 @@ from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prom
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
 from kvferry.engines.mini.server.tracing import Traces
 from kvferry.errors import ConfigError, FerryError, Overloaded
-from kvferry.http.bodies import decode_body
-from kvferry.http.errors import ApiError, as_api_error, error_middleware, request_id_of
-from kvferry.http.origin import no_page
-from kvferry.http.stages import TRACE_PATH
 from kvferry.ids import TransferId
+from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.web.json_body import decode_body
+from kvferry.web.origin import no_page
+from kvferry.web.stages import TRACE_PATH
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["ServerSettings", "WorkerLike", "WorkerServer"]

@@ -6,8 +6,8 @@ import msgspec
 
 from kvferry.engines.mini.api import SamplingParams
 from kvferry.errors import RequestError
-from kvferry.http.bodies import shown
 from kvferry.settings import FailurePolicy
+from kvferry.web.json_body import shown
 
 __all__ = ["ChatBody", "CommonBody", "CompletionBody", "sampling_of"]
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from kvferry.engines.mini.api import GenerateRequest, Output
 from kvferry.errors import FerryError
-from kvferry.http.errors import ApiError
 from kvferry.ids import RequestId
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["EngineLike", "EngineThread", "Sink"]
 

@@ -5,7 +5,7 @@ import logging
 
 import aiohttp
 
-from kvferry.http.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
+from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
 
 __all__ = ["EtcdRegistrar"]
 

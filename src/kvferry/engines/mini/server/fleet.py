@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from kvferry.engines.mini.blocks import BlockHash, chain_hashes
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["HASH_BYTES", "MeetBody", "Registrar", "packed_hashes", "prompt_blocks"]
 

@@ -14,9 +14,9 @@ from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, Samp
 from kvferry.engines.mini.server.engine_thread import EngineThread
 from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.errors import FerryError
-from kvferry.http.errors import ApiError
 from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy
+from kvferry.web.api_errors import ApiError
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["Generation", "Job"]

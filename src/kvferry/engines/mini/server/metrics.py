@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.http.records import Served
+from kvferry.web.records import Served
 
 __all__ = ["WorkerMetrics"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvferry.engines.mini.server.bodies import ChatBody, CompletionBody
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["Prompt", "TokenizerLike", "chat_prompt", "completion_prompts"]
 

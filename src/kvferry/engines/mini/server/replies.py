@@ -9,8 +9,8 @@ import msgspec
 from kvferry.engines.mini.api import FinishReason, Output, TokenLogprobs
 from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.prompts import TokenizerLike
-from kvferry.http.records import Served
 from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
+from kvferry.web.records import Served
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["ChatReply", "Choice", "CompletionReply", "Reply"]

@@ -5,7 +5,7 @@ from collections import OrderedDict
 
 from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.replies import Reply
-from kvferry.http.stages import MAX_ASKED, HandoffTotals, StageReport, TraceAnswer, stages_of
+from kvferry.web.stages import MAX_ASKED, HandoffTotals, StageReport, TraceAnswer, stages_of
 
 __all__ = ["Traces"]
 

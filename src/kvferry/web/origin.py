@@ -3,7 +3,7 @@
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["no_page", "refuse_page"]
 

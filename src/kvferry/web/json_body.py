@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.http.errors import ApiError
+from kvferry.web.api_errors import ApiError
 
 __all__ = ["decode_body", "shown"]
 
