@@ -226,7 +226,7 @@ def generate(
 
 
 class Head(nn.Module):
-    """Under the names of its checkpoint. See kvferry.engines.mini.spec.eagle3 for what each is."""
+    """Under the names of its checkpoint. See kvferry.engines.mini.speculation.eagle3 for what each is."""
 
     def __init__(self, shape: Shape, target: Target) -> None:
         super().__init__()
@@ -484,7 +484,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak", type=float, default=0.01, help="learning rate")
     parser.add_argument("--seed", type=int, default=20261129)
     args = parser.parse_args(arguments)
-    from kvferry.engines.mini.models import find_model
+    from kvferry.engines.mini.models.config import find_model
 
     torch.set_num_threads(1)
     directory, shape = find_model(args.model), Shape()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
+from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
 

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engines.mini.assembly import WorkerSettings
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.worker import WorkerSettings
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from tests.e2e.matrix_host import Answered, Ask, Close, Forget, Open, host
 from tests.engines.tiny_model import make_tiny_model

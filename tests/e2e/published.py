@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.engines.mini.models import find_model
-from kvferry.engines.mini.tokenizer import Tokenizer
+from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.tokenizer import Tokenizer
 from tests.e2e.client import Answer, complete
 from tests.e2e.fleet import Fleet, Process
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, Output, SamplingParams
-from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from kvferry.wire.params import HandoffParams

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvferry.engines.mini.loading import load_model
+from kvferry.engines.mini.models.loading import load_model
 from kvferry.engines.mini.settings import EngineSettings
 from tests.e2e.client import Answer, complete
 from tests.e2e.fleet import Fleet

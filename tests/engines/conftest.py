@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, Output, SamplingParams
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor
-from kvferry.engines.mini.loading import LoadedModel, load_model
+from kvferry.engines.mini.models.loading import LoadedModel, load_model
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams

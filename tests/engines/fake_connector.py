@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import Failed, Landed, Match, Outcome, RequestView, StepOrders, StepReport
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from kvferry.connector.base import SchedulerHalf, StepOrders, WorkerHalf
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor, StepOutcome
+from kvferry.engines.mini.models.cache_spec import CachePart, LayerCache, ShareInput, StepInput, make_groups
+from kvferry.engines.mini.ranks.executor import LocalExecutor, StepOutcome
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import CachePart, LayerCache, ShareInput, StepInput, make_groups
 from kvferry.layout.description import CacheKind
 from tests.engines.scripted_engine import CharTokenizer
 

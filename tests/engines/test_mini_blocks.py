@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvferry.engines.mini.blocks import BlockHash, BlockManager, chain_hashes, num_runs
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes, num_runs
 from kvferry.ids import TransferId
 from tests.examples import examples
 
@@ -167,7 +167,7 @@ def test_hashes_chain_and_are_the_same_everywhere() -> None:
     coarse: list[BlockHash] = []
     chain_hashes(coarse, [1, 2, 3, 4], 4)
     assert coarse[0] not in known
-    code = "from kvferry.engines.mini.blocks import chain_hashes as c; k=[]; c(k,[1,2,3,4,5,6],2); print(k[-1].hex())"
+    code = "from kvferry.engines.mini.scheduling.block_manager import chain_hashes as c; k=[]; c(k,[1,2,3,4,5,6],2); print(k[-1].hex())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == known[-1].hex()
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor
-from kvferry.engines.mini.loading import load_model
-from kvferry.engines.mini.models import read_config
+from kvferry.engines.mini.models.config import read_config
+from kvferry.engines.mini.models.loading import load_model
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.conftest import ask, finish, prompt_of, tokens_of

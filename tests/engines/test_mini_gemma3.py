@@ -6,11 +6,11 @@ import pydoc_data.topics
 import pytest
 import torch
 
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor
-from kvferry.engines.mini.loading import LoadedModel, load_model
-from kvferry.engines.mini.models import find_model
+from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.loading import LoadedModel, load_model
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.conftest import ask, finish, tokens_of

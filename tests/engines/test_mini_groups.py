@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.specs import make_groups
+from kvferry.engines.mini.models.cache_spec import make_groups
 from kvferry.errors import ConfigError, RequestTooLong
 from kvferry.layout.description import CacheKind
 from tests.engines.conftest import ask, finish, tokens_of
@@ -217,7 +217,7 @@ def test_a_hit_needs_the_window_before_it() -> None:
 
 
 def _hashes(engine: Engine, tokens: Sequence[int]) -> list[Any]:
-    from kvferry.engines.mini.blocks import chain_hashes
+    from kvferry.engines.mini.scheduling.block_manager import chain_hashes
 
     hashes: list[Any] = []
     chain_hashes(hashes, tokens, engine.settings.block_tokens)
@@ -276,8 +276,8 @@ def test_all_of_a_copy_is_read_before_any_is_written() -> None:
 
 
 def test_lookahead_keeps_a_longer_window() -> None:  # R34
-    from kvferry.engines.mini.blocks import BlockManager
-    from kvferry.engines.mini.groups import Groups
+    from kvferry.engines.mini.scheduling.block_manager import BlockManager
+    from kvferry.engines.mini.scheduling.cache_groups import Groups
 
     specs = position_engine(layers_of(windows=(9,))).executor.layouts[0].groups
     args: dict[str, Any] = {"block_tokens": 4, "chunk_tokens": 8, "prefix_caching": True}

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
 from kvferry.engines.mini.api import Output
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import ConnectorStart
-from kvferry.engines.mini.groups import tokens_handed_over
-from kvferry.engines.mini.request import Request
+from kvferry.engines.mini.models.cache_spec import LayerCache, make_groups
+from kvferry.engines.mini.ranks.executor import ConnectorStart
+from kvferry.engines.mini.scheduling.cache_groups import tokens_handed_over
+from kvferry.engines.mini.scheduling.request import Request
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import LayerCache, make_groups
 from kvferry.handoff.orders import Introduce
 from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings

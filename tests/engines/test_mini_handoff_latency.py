@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvferry.connector.base import Outcome, StepOrders, StepReport
-from kvferry.engines.mini.executor import LocalExecutor
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.server.engine_thread import EngineThread
 from kvferry.handoff.orders import Offer
 from kvferry.ids import RequestId, TransferId

@@ -6,16 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini.assembly import WorkerSettings, describe
-from kvferry.engines.mini.cache import KVCache
+from kvferry.engines.mini.cache.pages import LayerPages
+from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.equip import equip
-from kvferry.engines.mini.kv_format import KvFormat
-from kvferry.engines.mini.loading import kv_format
-from kvferry.engines.mini.models import read_config
-from kvferry.engines.mini.pages import LayerPages
+from kvferry.engines.mini.models.cache_spec import make_groups
+from kvferry.engines.mini.models.config import read_config
+from kvferry.engines.mini.models.kv_format import KvFormat
+from kvferry.engines.mini.models.loading import kv_format
+from kvferry.engines.mini.ranks.build import equip
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import make_groups
+from kvferry.engines.mini.worker import WorkerSettings, describe
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.verdict import verdict

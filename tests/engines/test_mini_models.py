@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini import gguf_model
-from kvferry.engines.mini.cache import KVCache, cache_flag
+from kvferry.engines.mini.cache.pool import KVCache, cache_flag
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor
-from kvferry.engines.mini.loading import LoadedModel, load_model
-from kvferry.engines.mini.models import find_model
+from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.gguf import conversion
+from kvferry.engines.mini.models.loading import LoadedModel, load_model
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.layout.description import MemoryKind
@@ -398,7 +398,7 @@ def test_a_gguf_file_becomes_a_directory_named_after_its_content(own_cache: Path
 def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     _write_gguf(file)
-    code = f"from kvferry.engines.mini.models import find_model; print(find_model({str(file)!r}))"
+    code = f"from kvferry.engines.mini.models.config import find_model; print(find_model({str(file)!r}))"
     environment = {**os.environ, "KVFERRY_CACHE": str(own_cache.parent)}
     running = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
@@ -415,14 +415,14 @@ def test_the_loser_of_the_race_uses_what_is_there(
 ) -> None:
     file = tmp_path / "m.gguf"
     _write_gguf(file)
-    convert = gguf_model._convert
+    convert = conversion._convert
 
     def slow(source: Path, out: Path) -> None:
         convert(source, out)
         target = out.parent / out.name[1:].rsplit(".", 1)[0]
         shutil.copytree(out, target)  # the other process is first
 
-    monkeypatch.setattr(gguf_model, "_convert", slow)
+    monkeypatch.setattr(conversion, "_convert", slow)
     assert load_model(EngineSettings(model=str(file), dtype="float32")).config.num_layers == 1
     assert len(list(own_cache.iterdir())) == 1
 

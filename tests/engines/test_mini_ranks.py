@@ -15,11 +15,11 @@ import torch
 from kvferry.connector.base import StepOrders
 from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.equip import equip
-from kvferry.engines.mini.executor import Executor
-from kvferry.engines.mini.launcher import Launcher
+from kvferry.engines.mini.models.cache_spec import ShareInput, StepInput
+from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.executor import Executor
+from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.specs import ShareInput, StepInput
 from kvferry.errors import ConfigError, RanksLost, UnknownModel
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind

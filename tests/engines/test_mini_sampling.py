@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.sampling import Row, choose, uniform
+from kvferry.engines.mini.compute.sampling import Row, choose, uniform
 from kvferry.errors import RequestError
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, SamplingParams
-from kvferry.engines.mini.tokenizer import Detokenizer, Tokenizer
+from kvferry.engines.mini.models.tokenizer import Detokenizer, Tokenizer
+from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.errors import RequestError, UnknownModel
 from tests.engines.tiny_model import make_tiny_model
 from tests.examples import examples

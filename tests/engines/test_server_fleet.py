@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvferry.engines.mini.blocks import BlockHash, chain_hashes
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.engines.mini.server.fleet import prompt_blocks
 from tests.engines.scripted_engine import ScriptedWorker, listening
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvferry.engines.mini.loading import expected_tensors
-from kvferry.engines.mini.models import read_config
+from kvferry.engines.mini.models.config import read_config
+from kvferry.engines.mini.models.loading import expected_tensors
 
 __all__ = ["CHAT_TEMPLATE", "FAMILIES", "make_tiny_model"]
 

@@ -14,8 +14,8 @@ import torch
 from kvferry.cli.bench_spec_serving import Alone, Pair
 from kvferry.connector.lookahead import handoff_tokens
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.executor import LocalExecutor
-from kvferry.engines.mini.request import Request
+from kvferry.engines.mini.ranks.executor import LocalExecutor
+from kvferry.engines.mini.scheduling.request import Request
 from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens

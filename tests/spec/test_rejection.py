@@ -9,11 +9,12 @@ import torch
 
 from kvferry.cli.bench_spec_serving import Alone, Pair, Serving
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.sampling import Row, choose, probabilities
-from kvferry.engines.mini.spec import draws, verify
-from kvferry.engines.mini.spec.draws import Drafts, name_next
-from kvferry.engines.mini.spec.records import Chance
-from kvferry.engines.mini.spec.settings import SpeculationSettings
+from kvferry.engines.mini.compute.sampling import Row, choose, probabilities
+from kvferry.engines.mini.speculation import rejection
+from kvferry.engines.mini.speculation import sampled_drafts as draws
+from kvferry.engines.mini.speculation.draft_records import Chance
+from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.spec.test_shapes import eagle3_head
@@ -55,7 +56,7 @@ class World:
             drafts.append(one.result(DEPTH)[0])
             odds.append(other.result(DEPTH)[1])
             logits.append(self.target[[0, *drafts[-1]]])
-        chosen = verify.verify(torch.cat(logits), rows, drafts, odds)
+        chosen = rejection.verify(torch.cat(logits), rows, drafts, odds)
         return [[each.token for each in one] for one in chosen], sum(len(one) - 1 for one in chosen)
 
     def worst(self, answers: list[list[int]]) -> float:
@@ -95,7 +96,7 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
     ids=["all", "likelier", "same number", "no residual", "number twice"],
 )
 def test_a_wrong_sampler_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]) -> None:
-    monkeypatch.setattr(verify, name, wrong)
+    monkeypatch.setattr(rejection, name, wrong)
     world = World()
     assert world.worst(world.answers(FEWER)[0]) > 4
 
@@ -118,11 +119,11 @@ def test_requests_of_all_kinds_in_one_step() -> None:
         for seed, sampling in enumerate([SamplingParams(temperature=0.0), by_chance, by_chance, by_chance])
     ]
     drafts = [[int(logits[0].argmax())], [2, 3], [4, 1], []]
-    together = verify.verify(logits.clone(), rows, drafts, [None, None, odds, None])
+    together = rejection.verify(logits.clone(), rows, drafts, [None, None, odds, None])
     at = 0
     for row, proposed, got, each in zip(rows, drafts, together, [None, None, odds, None], strict=True):
         mine = logits[at : at + 1 + len(proposed)]
-        assert verify.verify(mine.clone(), [row], [proposed], [each]) == [got]
+        assert rejection.verify(mine.clone(), [row], [proposed], [each]) == [got]
         for i, chosen in enumerate(got):
             if row.sampling.logprobs is not None:
                 assert chosen.logprobs is not None
@@ -136,7 +137,7 @@ def test_penalties_see_the_drafts_before() -> None:
     """A token that was drafted and stood is punished behind it."""
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 8.0, 0.0]])
     row = Row(SamplingParams(temperature=0.01, frequency_penalty=2.0), 1, [0], [], frozenset())
-    assert [c.token for c in verify.verify(logits, [row], [[0]], [torch.tensor([[1.0, 0.0, 0.0]])])[0]] == [0, 1]
+    assert [c.token for c in rejection.verify(logits, [row], [[0]], [torch.tensor([[1.0, 0.0, 0.0]])])[0]] == [0, 1]
 
 
 def test_equal_distributions_stand() -> None:
@@ -145,7 +146,7 @@ def test_equal_distributions_stand() -> None:
     world.drafter = world.target
     assert world.answers(100)[1] == DEPTH * 100
     probs = torch.tensor([[0.5, 0.5]])
-    assert torch.equal(verify.above(probs, probs), probs)
+    assert torch.equal(rejection.above(probs, probs), probs)
 
 
 def test_settings() -> None:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from kvferry.cli.bench_spec_serving import Alone, Pair
-from kvferry.engines.mini.models import find_model, read_config, read_json
-from kvferry.engines.mini.spec import eagle3, mtp
-from kvferry.engines.mini.spec.cards import open_drafter
-from kvferry.engines.mini.spec.settings import SpeculationSettings
+from kvferry.engines.mini.models.config import find_model, read_config, read_json
+from kvferry.engines.mini.speculation import eagle3, mtp
+from kvferry.engines.mini.speculation.drafter_info import open_drafter
+from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.settings import LeaseSettings, TransferMode
 from tests.engines.tiny_model import make_tiny_model

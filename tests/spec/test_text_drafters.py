@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engines.mini.spec.ngram import NgramDrafter
-from kvferry.engines.mini.spec.suffix import MAX_COUNTED, MAX_PROMPT_TOKENS, SuffixDrafter
+from kvferry.engines.mini.speculation.ngram import NgramDrafter
+from kvferry.engines.mini.speculation.suffix import MAX_COUNTED, MAX_PROMPT_TOKENS, SuffixDrafter
 from kvferry.ids import RequestId
 
 A, B = RequestId("a"), RequestId("b")

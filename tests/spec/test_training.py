@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini.models import find_model, read_config, read_json
-from kvferry.engines.mini.spec.eagle3 import expected_tensors, read_eagle3
+from kvferry.engines.mini.models.config import find_model, read_config, read_json
+from kvferry.engines.mini.speculation.eagle3 import expected_tensors, read_eagle3
 
 pytestmark = pytest.mark.engine
 

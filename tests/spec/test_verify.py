@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.sampling import Row, choose
-from kvferry.engines.mini.spec.acceptance import Acceptance, AcceptanceCounter
-from kvferry.engines.mini.spec.verify import verify
+from kvferry.engines.mini.compute.sampling import Row, choose
+from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
+from kvferry.engines.mini.speculation.rejection import verify
 
 VOCAB = 8
 NO_EOS: frozenset[int] = frozenset()

@@ -21,7 +21,7 @@ from typing import Any
 from kvferry.cli.bench_vllm_client import Answer, ask, serve_pair
 from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
 from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
-from kvferry.engines.mini.models import find_model
+from kvferry.engines.mini.models.config import find_model
 from kvferry.errors import FerryError
 from tests.vllm.models import KINDS, make_kind
 

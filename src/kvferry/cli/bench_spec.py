@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
     """One line of the table, and the answers."""
     from kvferry.cli.bench_spec_serving import Alone, Pair, Serving
-    from kvferry.engines.mini.spec.settings import SpeculationSettings
+    from kvferry.engines.mini.speculation.settings import SpeculationSettings
 
     spec = SpeculationSettings(
         method=method,
@@ -153,8 +153,8 @@ def _engine(args: argparse.Namespace) -> Any:
 def _requests(args: argparse.Namespace, name: str) -> list[Any]:
     """Of growing length: pieces of the standard library, as the model's tokens."""
     from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-    from kvferry.engines.mini.models import find_model
-    from kvferry.engines.mini.tokenizer import Tokenizer
+    from kvferry.engines.mini.models.config import find_model
+    from kvferry.engines.mini.models.tokenizer import Tokenizer
     from kvferry.ids import RequestId
 
     text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")

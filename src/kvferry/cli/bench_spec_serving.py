@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.engines.mini.api import GenerateRequest, Output
-from kvferry.engines.mini.assembly import Worker, WorkerSettings, build_worker
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.errors import PeerError
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings
 from kvferry.wire.params import HandoffParams

@@ -111,7 +111,7 @@ def _python(told: str | None) -> str:
 def _model(name: str, scratch: Path) -> Path:
     if name == "kv":
         return make_model(scratch / "kv", **KV_HEAVY)
-    from kvferry.engines.mini.models import find_model
+    from kvferry.engines.mini.models.config import find_model
 
     return find_model("smollm2")
 

@@ -52,10 +52,10 @@ def _of_worker(url: str) -> dict[str, object]:
 
 def _of_model(args: argparse.Namespace) -> dict[str, object]:
     # Imported late: facts of a URL need no engine.
-    from kvferry.engines.mini.assembly import WorkerSettings, describe
-    from kvferry.engines.mini.cache_plan import check_parallel
-    from kvferry.engines.mini.loading import kv_format
-    from kvferry.engines.mini.models import find_model, read_config
+    from kvferry.engines.mini.models.config import find_model, read_config
+    from kvferry.engines.mini.models.loading import kv_format
+    from kvferry.engines.mini.ranks.sizing import check_parallel
+    from kvferry.engines.mini.worker import WorkerSettings, describe
 
     settings = WorkerSettings(
         engine=engine_settings(args.source, args), ferry=ferry_settings(args), role=Role(args.role)

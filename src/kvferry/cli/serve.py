@@ -9,7 +9,7 @@ from pathlib import Path
 from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
 from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
-from kvferry.engines.mini.launcher import Launcher
+from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.router.keys import read_keys
@@ -96,10 +96,10 @@ def _serve_with(
     launcher: Launcher | None,
 ) -> ExitCode:
     # Imported late: a wrong flag or a port in use is told before torch is loaded.
-    from kvferry.engines.mini.assembly import WorkerSettings, build_worker
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
     from kvferry.engines.mini.server.etcd import EtcdRegistrar
     from kvferry.engines.mini.server.fleet import Registrar
+    from kvferry.engines.mini.worker import WorkerSettings, build_worker
 
     settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)
     worker = build_worker(settings, launcher)

@@ -25,25 +25,25 @@ import torch
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
-from kvferry.engines.mini.answer import Answer, Finish
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.blocks import BlockManager
-from kvferry.engines.mini.counters import Counters, EngineStats
-from kvferry.engines.mini.equip import equip
-from kvferry.engines.mini.executor import Executor
-from kvferry.engines.mini.landings import Landings
-from kvferry.engines.mini.loading import ModelCard
-from kvferry.engines.mini.request import Request, State
-from kvferry.engines.mini.sampling import Chosen, Row, choose, uniform
-from kvferry.engines.mini.scheduler import Scheduler, Share, StepPlan
+from kvferry.engines.mini.compute.sampling import Chosen, Row, choose, uniform
+from kvferry.engines.mini.models.cache_spec import ShareInput, StepInput
+from kvferry.engines.mini.models.loading import ModelCard
+from kvferry.engines.mini.models.tokenizer import Detokenizer
+from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.executor import Executor
+from kvferry.engines.mini.scheduling.block_manager import BlockManager
+from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
+from kvferry.engines.mini.scheduling.handoff_results import Landings
+from kvferry.engines.mini.scheduling.output import Answer, Finish
+from kvferry.engines.mini.scheduling.request import Request, State
+from kvferry.engines.mini.scheduling.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.spec.acceptance import Acceptance
-from kvferry.engines.mini.spec.cards import DrafterCard
-from kvferry.engines.mini.spec.load import find_drafter
-from kvferry.engines.mini.spec.speculation import Note, Speculation
-from kvferry.engines.mini.spec.verify import verify
-from kvferry.engines.mini.specs import ShareInput, StepInput
-from kvferry.engines.mini.tokenizer import Detokenizer
+from kvferry.engines.mini.speculation.acceptance import Acceptance
+from kvferry.engines.mini.speculation.coordinator import Note, Speculation
+from kvferry.engines.mini.speculation.drafter_info import DrafterCard
+from kvferry.engines.mini.speculation.load_drafter import find_drafter
+from kvferry.engines.mini.speculation.rejection import verify
 from kvferry.errors import RanksLost, RequestError, RequestTooLong
 from kvferry.ids import RequestId
 from kvferry.wire.first_token import FirstToken, first_token_of

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvferry.engines.mini.blocks import BlockHash, chain_hashes
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["HASH_BYTES", "MeetBody", "Registrar", "packed_hashes", "prompt_blocks"]

@@ -1,0 +1,369 @@
+"""Many ranks, each a process of its own: started, told what to do, heard, and ended together.
+
+Life of the processes:  start() spawns them -> all have Loaded -> connect() starts their worker halves -> steps
+                        -> close(), or one of them dies: then the others are killed, and every call raises RanksLost.
+
+An engine is no engine without one of its ranks, so they live and die together; who starts them anew makes another
+ProcessExecutor. Threads: the engine's thread calls what Executor has; one thread here reads what the ranks say. What
+the worker halves need (introduce, depart, drain, stats) may be called from any thread.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import selectors
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
+from kvferry.engines.mini.models.cache_spec import StepInput
+from kvferry.engines.mini.ranks.control import (
+    Ask,
+    Channel,
+    Close,
+    Connect,
+    Connected,
+    Draft,
+    Drafted,
+    Drain,
+    Loaded,
+    Orders,
+    PeerGone,
+    RankFailed,
+    Start,
+    Status,
+    Step,
+    StepDone,
+)
+from kvferry.engines.mini.ranks.executor import ConnectorStart, OnPeerLost, StepOutcome
+from kvferry.engines.mini.ranks.launcher import Launcher
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput
+from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
+from kvferry.layout.description import CacheLayout
+from kvferry.stats import HandoffStats
+
+__all__ = ["ProcessExecutor"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 20.0
+"""For a rank that was told to close: its worker half says goodbye to peers. Then it is killed."""
+_KILLED_S = 5.0
+_CONNECT_S = 120.0
+_OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "UnknownModel": UnknownModel}
+
+
+class _Rank:
+    """What the engine's process has of one rank."""
+
+    def __init__(self, index: int, pid: int, channel: Channel) -> None:
+        self.index = index
+        self.pid = pid
+        self.channel = channel
+        self.loaded: Loaded | None = None
+        self.connected: Connected | None = None
+        self.stats = HandoffStats()
+        self.drained_at = -1
+        """Number of the last step whose orders it had taken when it said that it is drained."""
+
+
+class ProcessExecutor:
+    """See executor.Executor."""
+
+    def __init__(self, settings: EngineSettings, *, num_blocks: int, launcher: Launcher | None = None) -> None:
+        """`launcher`: one that outlives this executor; None: one of its own."""
+        self._settings = settings
+        self._given_launcher = launcher
+        self._num_blocks = num_blocks
+        self._ranks: list[_Rank] = []
+        self._launcher: Launcher | None = None
+        self._news = threading.Condition()
+        self._outcomes: deque[StepOutcome] = deque()
+        self._drafts: deque[DraftOutput] = deque()
+        self._reports: deque[StepReport] = deque()
+        self._lost: FerryError | None = None
+        self._closing = False
+        self._number = 0
+        self._on_peer_lost: OnPeerLost | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._reader = threading.Thread(target=self._read, name="kvferry-ranks", daemon=True)
+
+    # ---- from nothing to ready
+
+    def start(self) -> None:
+        """Spawn every rank and wait until all have loaded. Blocks. Raises what kept one of them from loading.
+
+        After an error nothing is left behind.
+        """
+        directory = tempfile.mkdtemp(prefix="kvferry-ranks-")
+        try:
+            self._launcher = self._given_launcher or Launcher()
+            for index in range(self._settings.tp * self._settings.pp):
+                self._start_rank(index, os.path.join(directory, "store"))
+            self._reader.start()
+            self._await(lambda: all(rank.loaded for rank in self._ranks), None, "loaded")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # they have met
+        logger.info(
+            "ranks loaded tp=%s pp=%s pids=%s", self._settings.tp, self._settings.pp, ",".join(map(str, self.pids))
+        )
+
+    def _start_rank(self, index: int, store: str) -> None:
+        assert self._launcher is not None, "start() has made it"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = self._launcher.start(theirs)
+            except BaseException:
+                ours.close()
+                raise
+        ours.settimeout(self._settings.rank_timeout_s)
+        rank = _Rank(index, pid, Channel(ours))
+        self._ranks.append(rank)
+        level = logging.getLogger("kvferry").getEffectiveLevel()
+        self._send(rank, Start(index, self._settings, self._num_blocks, store, level))
+
+    def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
+        """Start every rank's worker half. `on_peer_lost`: on another thread, must not block. Raises as `start`."""
+        self._on_peer_lost = on_peer_lost
+        order = Connect(connector, self.layouts)
+        for rank in self._ranks:
+            self._send(rank, order)
+        self._await(lambda: all(rank.connected for rank in self._ranks), _CONNECT_S, "connected")
+
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """Of every rank's cache, in order."""
+        return tuple(rank.loaded.layout for rank in self._ranks if rank.loaded is not None)
+
+    @property
+    def metadata(self) -> tuple[bytes, ...]:
+        """Of every rank's transport, in order."""
+        return tuple(rank.connected.metadata for rank in self._ranks if rank.connected is not None)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the rank processes, in order."""
+        return tuple(rank.pid for rank in self._ranks)
+
+    # ---- Executor
+
+    @property
+    def num_blocks(self) -> int:
+        """See Executor."""
+        return self._num_blocks
+
+    @property
+    def depth(self) -> int:
+        """See Executor."""
+        return self._settings.pp
+
+    def submit(self, step: StepInput, orders: StepOrders) -> None:
+        """See Executor. Raises RanksLost."""
+        self._number += 1
+        body = pickle.dumps(Step(self._number, step, orders), pickle.HIGHEST_PROTOCOL)
+        for rank in self._ranks:
+            self._send(rank, None, body)
+
+    def collect(self) -> StepOutcome:
+        """See Executor. Raises RanksLost."""
+        self._await_work(self._outcomes)
+        return self._outcomes.popleft()
+
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """See Executor. Raises RanksLost."""
+        body = pickle.dumps(Draft(order), pickle.HIGHEST_PROTOCOL)
+        for rank in self._ranks[-self._settings.tp :]:
+            self._send(rank, None, body)
+        self._await_work(self._drafts)
+        return self._drafts.popleft()
+
+    def _await_work(self, answers: "deque[StepOutcome] | deque[DraftOutput]") -> None:
+        try:
+            self._await(lambda: bool(answers), self._settings.rank_timeout_s, "computed a step")
+        except TimeoutError as error:
+            self._lose(f"no rank has computed a step in {self._settings.rank_timeout_s:g} s (rank_timeout_s)")
+            raise self._why_lost() from error
+
+    def reports(self) -> tuple[StepReport, ...]:
+        """See Executor. Raises RanksLost."""
+        if self._lost is not None:
+            raise self._why_lost()
+        return tuple(self._reports.popleft() for _ in range(len(self._reports)))
+
+    @property
+    def has_news(self) -> bool:
+        """Something has to be looked at by `reports`."""
+        return self._lost is not None or bool(self._reports)
+
+    def on_news(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on another thread, when `has_news` becomes true."""
+        self._wake = wake
+
+    def close(self) -> None:
+        """See Executor. Blocks for moments."""
+        with self._news:
+            self._closing = True
+        for rank in self._ranks:
+            if self._lost is None and rank.loaded is not None:
+                with contextlib.suppress(OSError):
+                    rank.channel.send(Close())
+            else:
+                self._kill(rank)
+        if self._launcher is not None:
+            self._reap(self._launcher)
+        if self._reader.is_alive() and threading.current_thread() is not self._reader:
+            self._reader.join()  # every channel has ended
+        for rank in self._ranks:
+            rank.channel.close()
+        if self._launcher is not None and self._given_launcher is None:
+            self._launcher.close()
+
+    def _reap(self, launcher: Launcher) -> None:
+        end_s = time.monotonic() + _CLOSE_S
+        for rank in self._ranks:
+            if launcher.wait(rank.pid, max(0.0, end_s - time.monotonic())) is None:
+                if launcher.running:
+                    logger.warning("rank does not end rank=%s pid=%s after_s=%g", rank.index, rank.pid, _CLOSE_S)
+                self._kill(rank)
+                launcher.wait(rank.pid, _KILLED_S)
+
+    def _kill(self, rank: _Rank) -> None:
+        """Twice: where nobody can kill it any more, it ends because its control channel does."""
+        if self._launcher is not None:
+            self._launcher.kill(rank.pid)
+        rank.channel.hang_up()
+
+    def _end_status(self, rank: _Rank) -> str:
+        """How a rank that is ending has ended, in words."""
+        code = self._launcher.wait(rank.pid, _KILLED_S) if self._launcher is not None else None
+        if code is None:
+            return "has closed its control channel"
+        return f"was killed by signal {-code}" if code < 0 else f"has ended with status {code}"
+
+    # ---- all worker halves as one
+
+    def introduce(self, peer: Introduce) -> None:
+        """See HandoffWorker."""
+        self._tell_all(Orders(StepOrders(introduce=(peer,))))
+
+    def depart(self, peer: Depart) -> None:
+        """See HandoffWorker."""
+        self._tell_all(Orders(StepOrders(depart=(peer,))))
+
+    def drain(self) -> None:
+        """See HandoffWorker."""
+        self._tell_all(Drain())
+
+    @property
+    def drained(self) -> bool:
+        """See HandoffWorker. As of the answers to the call before: ask until it is true."""
+        drained = not self._reports and all(rank.drained_at == self._number for rank in self._ranks)
+        if not drained:
+            self._tell_all(Ask())
+        return drained
+
+    def rank_stats(self) -> tuple[HandoffStats, ...]:
+        """See Executor. As each last told; asks for newer ones."""
+        self._tell_all(Ask())
+        return tuple(rank.stats for rank in self._ranks)
+
+    def _tell_all(self, record: object) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(FerryError):  # who is lost needs to hear nothing; the next step tells the engine
+                self._send(rank, record)
+
+    # ---- inside
+
+    def _send(self, rank: _Rank, record: object, body: bytes | None = None) -> None:
+        if self._lost is not None:
+            raise self._why_lost()
+        try:
+            rank.channel.send_pickled(body or pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            self._lose(f"rank {rank.index} {'hangs' if isinstance(error, TimeoutError) else self._end_status(rank)}")
+            raise self._why_lost() from error
+
+    def _await(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        with self._news:
+            if not self._news.wait_for(lambda: done() or self._lost is not None, timeout_s):
+                raise TimeoutError(f"the ranks have not all {what} in {timeout_s:g} s")
+        if not done() and self._lost is not None:
+            raise self._why_lost()
+
+    def _why_lost(self) -> FerryError:
+        assert self._lost is not None, "asked only when ranks are lost"
+        return type(self._lost)(str(self._lost))
+
+    def _lose(self, why: str, kind: type[FerryError] = RanksLost) -> None:
+        """One rank is gone, or hangs: end the others, which may wait for it. From any thread."""
+        with self._news:
+            if self._lost is not None or self._closing:
+                return
+            self._lost = kind(why)
+            self._news.notify_all()
+        if kind is RanksLost:
+            logger.error("ranks lost cause=%s pids=%s", why, ",".join(map(str, self.pids)))
+        for rank in self._ranks:
+            self._kill(rank)
+        self._wake()
+
+    # ---- the reader's thread
+
+    def _read(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.channel, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    rank = key.data
+                    try:
+                        record, payload = rank.channel.receive()
+                    except (EOFError, OSError) as error:
+                        selector.unregister(rank.channel)
+                        hangs = isinstance(error, TimeoutError)
+                        self._lose(f"rank {rank.index} {'hangs' if hangs else self._end_status(rank)}")
+                        continue
+                    self._take(rank, record, payload)
+
+    def _take(self, rank: _Rank, record: Any, payload: bytearray) -> None:
+        with self._news:
+            if isinstance(record, StepDone):
+                logits = None
+                if record.rows:
+                    logits = torch.frombuffer(payload, dtype=torch.float32).view(record.rows, record.columns)
+                self._outcomes.append(StepOutcome(logits))
+            elif isinstance(record, Drafted):
+                self._drafts.append(record.output)
+            elif isinstance(record, Status):
+                rank.stats = record.stats
+                if record.report:
+                    self._reports.append(record.report)
+                rank.drained_at = record.seen if record.drained else -1
+            elif isinstance(record, Loaded):
+                rank.loaded = record
+            elif isinstance(record, Connected):
+                rank.connected = record
+            self._news.notify_all()
+        if isinstance(record, RankFailed):
+            kind = _OPERATOR_ERRORS.get(record.kind, RanksLost)
+            self._lose(
+                record.text if kind is not RanksLost else f"rank {rank.index}: {record.kind}: {record.text}", kind
+            )
+        elif isinstance(record, PeerGone) and self._on_peer_lost is not None:
+            self._on_peer_lost(record.engine, record.incarnation, record.reason)
+        elif isinstance(record, Status) and record.report:
+            self._wake()

@@ -1,0 +1,147 @@
+"""What becomes of a decode request whose hand-off has ended: it goes on behind what arrived, or starts again."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvferry.clock import Clock
+from kvferry.connector.base import Failed, Landed, Outcome
+from kvferry.engines.mini.scheduling.request import Request, State
+from kvferry.engines.mini.scheduling.scheduler import Scheduler
+from kvferry.errors import MalformedMessage
+from kvferry.ids import RequestId
+from kvferry.stats import HandoffTiming
+from kvferry.wire.first_token import FirstToken, decode_first_token
+
+__all__ = ["Landings", "Settled"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Settled:
+    """What is left for the engine to do after the end of some hand-offs."""
+
+    adopt: list[Request] = field(default_factory=list)
+    """Nothing is to be computed: the first token is the other engine's."""
+    fatal: list[tuple[Request, str]] = field(default_factory=list)
+    """To be ended with this message: their policy is to fail."""
+    unclean: list[int] = field(default_factory=list)
+    """Blocks in which a hand-off has left what nobody vouches for: to be cleared before the next step."""
+
+
+class Landings:
+    """On the engine's thread. `requests`: all that are open in the engine, which keeps them."""
+
+    def __init__(
+        self, requests: Mapping[RequestId, Request], scheduler: Scheduler, clock: Clock, *, vocab_size: int
+    ) -> None:
+        self._requests = requests
+        self._scheduler = scheduler
+        self._clock = clock
+        self._vocab_size = vocab_size
+
+    def settle(self, outcome: Outcome) -> Settled:
+        """Put each request where it goes on, and give blocks back."""
+        settled = Settled()
+        for landed in outcome.landed:
+            request = self._requests.get(landed.request)
+            if request is not None:
+                self._land(request, landed, settled)
+        for failed in (*outcome.failed, *outcome.fatal):
+            request = self._requests.get(failed.request)
+            if request is None or request.state is not State.WAITING_FOR_KV:
+                continue
+            logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
+            request.handoff_open, request.handoff_over = False, True
+            request.why = failed.reason
+            if failed in outcome.fatal:
+                self._scheduler.blocks.hold(failed.transfer, request.block_ids)
+                request.blocks = []
+                settled.fatal.append((request, failed.reason))
+                continue
+            self._scheduler.remove(request)
+            if failed.transfer in outcome.released:
+                self._keep(request, failed, settled)
+            else:
+                self._scheduler.give_up_blocks(request, failed.transfer)
+                self._scheduler.enqueue(request)
+        for transfer in outcome.released:
+            self._scheduler.blocks.release(transfer)
+        return settled
+
+    def checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
+        """A first token from outside, if it is one: it must be in the vocabulary, with logprobs if asked for."""
+        if first is None or not 0 <= first.token < self._vocab_size:
+            return None
+        return first if request.sampling.logprobs is None or first.logprob is not None else None
+
+    def _keep(self, request: Request, failed: Failed, settled: Settled) -> None:
+        """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
+        if not self._scheduler.groups.all_full:  # of windows and states nothing is known before the end
+            self._restart(request)
+            return
+        size = self._scheduler.block_tokens
+        arrived = min(failed.arrived.stop, request.num_prompt_tokens - 1) // size * size
+        if failed.arrived.start <= request.num_computed < arrived:
+            request.num_computed = arrived
+            request.num_handed_over = arrived - request.num_cached
+        for held in request.blocks:
+            settled.unclean += held.ids[request.num_computed // size :]
+        self._scheduler.run(request)
+        self._scheduler.landed(request)
+
+    def _restart(self, request: Request) -> None:
+        """Nobody touches its blocks: it gives them up, and computes what is not in the prefix cache."""
+        self._scheduler.give_up_blocks(request, None)
+        self._scheduler.enqueue(request)
+
+    def _land(self, request: Request, landed: Landed, settled: Settled) -> None:
+        """The prompt's KV is in our blocks: go on behind it."""
+        now_s = self._clock.now_s()
+        request.stages = replace(request.stages, landing_s=now_s - landed.transfer_s, landed_s=now_s)
+        request.timing = HandoffTiming(
+            num_bytes=landed.num_bytes,
+            num_runs=landed.num_runs,
+            transfer_s=landed.transfer_s,
+            wait_s=now_s - request.arrived_s,
+            verified_cells=landed.verified_cells,
+            grant_s=now_s - landed.transfer_s - request.arrived_s + landed.grant_s,
+        )
+        if request.state is not State.WAITING_FOR_KV:
+            return  # all of it was in our prefix cache, and it did not wait
+        request.handoff_open, request.handoff_over = False, True
+        if request.first_token is None and landed.note:
+            request.first_token = self.checked(_first_token_in(landed.note), request)
+        arrived = min(landed.arrived.stop, request.num_prompt_tokens)
+        if landed.arrived.start <= request.num_computed < arrived:
+            request.num_computed = arrived
+        self._scheduler.remove(request)
+        nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
+        if not self._scheduler.groups.all_full:
+            if request.num_computed != request.brought or nothing_to_compute:
+                request.why = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
+                self._restart(request)
+                return
+            self._scheduler.groups.landed(request)
+        self._scheduler.run(request)
+        if nothing_to_compute:
+            request.num_computed -= 1  # there is nothing else to choose the first token from
+        request.num_handed_over = request.num_computed - request.num_cached
+        if request.num_computed < request.num_prompt_tokens:
+            missing = request.num_prompt_tokens - request.num_computed
+            request.why = self._scheduler.why_tail(request) or (
+                f"prefill handed over all but the last {missing} prompt tokens"
+            )
+        self._scheduler.landed(request)
+        if request.num_missing == 0:
+            settled.adopt.append(request)
+
+
+def _first_token_in(note: bytes) -> FirstToken | None:
+    try:
+        return decode_first_token(note)
+    except MalformedMessage as error:
+        # The KV itself is sound; we choose the token ourselves.
+        logger.warning("hand-off note ignored: %s", error)
+        return None

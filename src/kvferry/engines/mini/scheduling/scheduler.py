@@ -1,0 +1,346 @@
+"""Which requests run in the next step, and with which blocks. Decides; computes nothing.
+
+What a request's blocks are, group by group, is in groups.py.
+
+Life of a request:
+
+1. WAITING         in the queue, oldest first, with no blocks. `admit` moves it on when its whole prompt has blocks.
+2. WAITING_FOR_KV  decode only: its prompt's KV is coming from another engine into its blocks. The engine moves it on:
+                   landed -> RUNNING; failed -> WAITING, and this time it computes its prompt itself.
+3. RUNNING         has a share of every step: a piece of its prompt, or its next token. When blocks run out, the newest
+                   one goes back to WAITING and computes everything again (`_preempt`).
+4. FINISHED        by its last token, an abort or an error, from any state. The engine ends it: see engine.py.
+
+Decoding requests come first in a step, then pieces of prompts, oldest first, until the step's tokens are used up.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.connector.base import Match, SchedulerHalf
+from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
+from kvferry.engines.mini.scheduling.cache_groups import Changes, Groups, Known
+from kvferry.engines.mini.scheduling.request import Request, State
+from kvferry.ids import RequestId, TransferId
+from kvferry.layout.description import CacheGroup
+
+__all__ = ["Scheduler", "Share", "StepPlan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Compute tokens [start, stop) of a request."""
+
+    request: Request
+    start: int
+    stop: int
+    drafts: tuple[int, ...] = ()
+    """The last tokens of it, which are only guessed."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those tokens."""
+        return [*self.request.tokens[self.start : self.stop], *self.drafts]
+
+    @property
+    def num_logits(self) -> int:
+        """Behind how many of its last tokens the next one is to be chosen: the last known token, and each draft."""
+        return 1 + len(self.drafts) if self.stop >= len(self.request.tokens) else 0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step does."""
+
+    shares: list[Share] = field(default_factory=list)
+    """Decoding requests, a token each, then pieces of prompts."""
+    changes: Changes = field(default_factory=Changes)
+    """What has to be done to blocks before."""
+    adopted: list[Request] = field(default_factory=list)
+    """Their whole prompt was in our prefix cache and the other engine chose the first token: nothing to compute."""
+    complete: list[Request] = field(default_factory=list)
+    """Prefill: all that another engine wants of these is there, without computing anything."""
+    refused: list[tuple[Request, str]] = field(default_factory=list)
+    """The connector ended these, with a message for the client."""
+
+
+class Scheduler:
+    """Called on the engine's thread only. Never blocks."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        specs: Sequence[CacheGroup],
+        *,
+        block_tokens: int,
+        max_batch_tokens: int,
+        max_running: int,
+        prefix_caching: bool,
+        lookahead: int = 0,
+        tied_tokens: int = 0,
+        slots_ahead: int = 0,
+        drafts_cold: bool = False,
+        connector: SchedulerHalf | None = None,
+    ) -> None:
+        """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens. `tied_tokens`: on
+        so many tokens behind a block its content depends. `slots_ahead`: a drafter writes so far behind the tokens.
+        `drafts_cold`: what another engine hands over has nothing for our drafter."""
+        self.blocks = blocks
+        self.groups = Groups(
+            specs,
+            blocks,
+            block_tokens=block_tokens,
+            chunk_tokens=max_batch_tokens,
+            prefix_caching=prefix_caching,
+            extra_window_tokens=extra_window_tokens(lookahead),
+        )
+        self.block_tokens = block_tokens
+        self.waiting: list[Request] = []
+        self.waiting_for_kv: dict[RequestId, Request] = {}
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._prefix_caching = prefix_caching
+        self._tied = tied_tokens
+        self._slots_ahead = slots_ahead
+        self._drafts_cold = drafts_cold
+        self._connector = connector
+
+    def enter(self, request: Request) -> None:
+        """A new request. How much of its prompt is left to decode is settled here, once (R33)."""
+        if request.for_remote:
+            request.num_left = self._left_to_decode(request)
+        self.enqueue(request)
+
+    def _left_to_decode(self, request: Request) -> int:
+        """How many prompt tokens prefill leaves to decode (R32)."""
+        num_prompt = request.num_prompt_tokens
+        return 0 if self._connector is None else num_prompt - self._connector.handoff_tokens(num_prompt)
+
+    def enqueue(self, request: Request) -> None:
+        """A new request, or one that has to start again: by its arrival."""
+        request.state = State.WAITING
+        bisect.insort(self.waiting, request, key=lambda r: r.number)
+
+    def run(self, request: Request) -> None:
+        """A request with blocks joins the running ones, by its arrival."""
+        request.state = State.RUNNING
+        bisect.insort(self.running, request, key=lambda r: r.number)
+
+    def remove(self, request: Request) -> None:
+        """Out of whichever queue it is in. Its blocks stay its own."""
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.WAITING_FOR_KV:
+            del self.waiting_for_kv[request.request_id]
+        elif request.state is State.RUNNING:
+            self.running.remove(request)
+
+    def schedule(self, max_shares: int | None = None) -> StepPlan:
+        """Plan the next step; of the running requests at most `max_shares` take part, those in flight never."""
+        plan = StepPlan()
+        budget = self._max_batch_tokens
+        preempted = self.num_preemptions
+        for decoding in (True, False):
+            for request in [r for r in self.running if not r.in_flight and (r.num_missing == 1) is decoding]:
+                if max_shares is not None and len(plan.shares) >= max_shares:
+                    break
+                count = min(request.num_missing, budget)
+                if count and request.state is State.RUNNING:
+                    stop = self._cut(request, request.num_computed + count)
+                    if self._grow(request, stop, plan):
+                        budget -= self._add_share(plan, request, stop, budget)
+        # A request preempted after its turn must not run; nor is there room for new ones then.
+        plan.shares = [share for share in plan.shares if share.request.state is State.RUNNING]
+        if self.num_preemptions == preempted:
+            self._admit(plan, budget)
+        plan.shares.sort(key=lambda share: share.stop - share.start > 1)
+        self.groups.settle(plan.changes)
+        return plan
+
+    def _add_share(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
+        """How many tokens it has: with drafts, as far as they fit."""
+        self.groups.snapshot(request, plan.changes)
+        start, drafts = request.num_computed, request.drafts if stop == len(request.tokens) else ()
+        drafts = drafts[: max(0, budget - (stop - start))]
+        if stop == len(request.tokens):
+            wanted = stop + len(drafts) + self._slots_ahead
+            room = self.groups.stretch(request, wanted, plan.changes)
+            drafts = drafts[: max(0, room - stop)]
+        if drafts and self.groups.has_state and not self.groups.set_aside(request, plan.changes):
+            drafts = ()
+        share = Share(request, start, stop + len(drafts), drafts)
+        plan.shares.append(share)
+        return share.stop - start
+
+    def _cut(self, request: Request, stop: int) -> int:
+        """A prompt is cut where a snapshot of its states serves others: at the end of its last whole block, and of a
+        block wherever it is cut anyway."""
+        if not (self.groups.has_state and self._prefix_caching) or request.num_missing <= 1:
+            return stop
+        if request.num_computed >= request.num_prompt_tokens:
+            return stop  # part of an answer, computed again behind a draft that fell
+        last = (request.goal - (0 if request.num_left else 1)) // self.block_tokens * self.block_tokens
+        if request.num_computed < last < stop:
+            return last
+        whole = stop // self.block_tokens * self.block_tokens
+        return whole if request.num_computed < whole and stop < request.goal else stop
+
+    def _grow(self, request: Request, stop: int, plan: StepPlan) -> bool:
+        """Blocks for the tokens before `stop`, if need be from newer requests. False: the request had to go itself."""
+        missing = self.groups.trim(request, stop)
+        while not self.blocks.fits((), missing):
+            victim = next((r for r in reversed(self.running) if not r.handoff_open and not r.in_flight), None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        self.groups.extend(request, stop, plan.changes)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        transfer = self._connector.preempted(request) if self._connector is not None else None
+        self.running.remove(request)
+        self.give_up_blocks(request, transfer)
+        request.why = request.why or "preempted: the cache was full"
+        self.enqueue(request)
+
+    def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
+        """The request lets go of its blocks; they are free, or stay as they are until the transfer is released."""
+        self.groups.keep_state(request)
+        if transfer is None:
+            for held in request.blocks:
+                self.blocks.free(held.ids)
+        else:
+            self.blocks.hold(transfer, request.block_ids)
+        request.blocks, request.drafts, request.cold_from = [], (), 0
+        request.num_computed = request.num_remembered = request.state_tokens = 0
+
+    def landed(self, request: Request) -> None:
+        """Tokens before `num_computed` came from another engine."""
+        if self._drafts_cold:
+            request.cold_from = -(-request.num_computed // self.block_tokens) * self.block_tokens
+        self.remember(request)
+
+    def remember(self, request: Request) -> None:
+        """Whole blocks that are computed, or have landed, may serve other requests from now on."""
+        if self._prefix_caching and request.blocks and not request.cold_from:
+            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._tied)
+            if num_tokens // self.block_tokens > request.num_remembered:
+                chain_hashes(request.hashes, request.tokens, self.block_tokens)
+                self.groups.remember(request, num_tokens)
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
+                return
+            known, match, brought, counts = self._look_up(request)
+            if match.error:
+                plan.refused.append((request, match.error))
+                continue
+            if match.wait:
+                continue
+            if not self.blocks.fits(known.block_ids, sum(counts)):
+                return  # nobody overtakes a request for which there is no room
+            self.waiting.remove(request)
+            self.groups.admit(request, known, counts, brought, plan.changes)
+            self._start(request, match, brought, plan)
+            if request.state is State.RUNNING and request.num_missing > 0:
+                stop = self._cut(request, request.num_computed + min(request.num_missing, budget))
+                if self._grow(request, stop, plan):
+                    budget -= self._add_share(plan, request, stop, budget)
+
+    def _look_up(self, request: Request) -> tuple[Known, Match, int | None, list[int]]:
+        """What of a request is here, what comes from outside, up to which token (None: nothing comes), and how many
+        fresh blocks each group needs besides."""
+        hashes = request.hashes
+        if self._prefix_caching:
+            chain_hashes(hashes, request.tokens, self.block_tokens)
+        known, match, brought = self._find(request, hashes)
+        counts = self.groups.admission(known, request.goal, brought)
+        if known.num_tokens and len(known.block_ids) + sum(counts) > self.blocks.num_usable:
+            # Beside its own blocks a request refers to the windows and states that it begins with. Where the whole
+            # cache has no room for both it computes them itself: else it would wait for ever.
+            known, match, brought = self._find(request, [])
+            counts = self.groups.admission(known, request.goal, brought)
+        return known, match, brought, counts
+
+    def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[Known, Match, int | None]:
+        """The same for the blocks of the prefix cache with these hashes."""
+        asks = self._connector is not None and request.from_remote and not request.handoff_over
+        # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
+        # other engine has chosen it, or will.
+        free = request.num_left or (asks and request.first_token is not None)
+        usable = hashes[: (request.goal - (0 if free else 1)) // self.block_tokens] if self._prefix_caching else []
+        here = self.groups.find(usable)
+        if self._tied and here.num_tokens:
+            # What the drafter keeps of the last block depends on tokens behind it, which may be others here.
+            usable = usable[: max(0, (here.num_tokens - self._tied) // self.block_tokens)]
+            here = self.groups.find(usable)
+        if not asks:
+            return here, Match(), None
+        known, match = here, self._match(request, here)
+        stop = here.num_tokens + match.num_tokens
+        if match.num_tokens and not self.groups.all_full:
+            # The other engine brings states, and the windows at `stop`: more of our own may be of use than without it.
+            known = self.groups.find_before(usable, stop)
+            match = self._match(request, known)
+            assert known.num_tokens + match.num_tokens == stop, f"connector moved the end of a hand-off from {stop}"
+        return known, match, stop if match.num_tokens else None
+
+    def _match(self, request: Request, known: Known) -> Match:
+        assert self._connector is not None, "only a request from another engine is matched"
+        match = self._connector.match(request, known.num_tokens)
+        room = request.num_prompt_tokens - known.num_tokens
+        assert match.wait or 0 <= match.num_tokens <= max(0, room), f"matched {match.num_tokens} of {room} tokens"
+        return match
+
+    def _start(self, request: Request, match: Match, brought: int | None, plan: StepPlan) -> None:
+        self._account(request, min(request.num_computed, request.num_prompt_tokens))
+        asks = self._connector is not None and request.from_remote and not request.handoff_over
+        if asks and (match.num_tokens or not match.reason):
+            assert self._connector is not None, "asks"
+            tables = request.tables_at(request.num_computed if brought is None else brought)
+            self._connector.after_alloc(request, tables, request.num_cached)
+        if brought is not None:
+            request.state = State.WAITING_FOR_KV
+            request.handoff_open = True
+            request.brought = brought
+            self.waiting_for_kv[request.request_id] = request
+            return
+        if asks:
+            request.why = match.reason
+            if request.num_missing > 0 and not match.reason:
+                request.why = self.why_tail(request) or (
+                    f"prefill offered no token beyond the {request.num_cached} that were cached here"
+                )
+            if request.num_missing <= 0:
+                plan.adopted.append(request)
+            request.handoff_over = True
+        elif request.num_missing <= 0:
+            plan.complete.append(request)
+        self.run(request)
+
+    def why_tail(self, request: Request) -> str:
+        """Why decode computes the last tokens of a prompt of which it has all the others; empty if no rule asks it."""
+        left = self._left_to_decode(request)
+        missing = request.num_prompt_tokens - request.num_computed
+        if not 0 < missing <= left:
+            return ""
+        cause = "the model keeps a recurrent state" if self.groups.has_state else "the drafter reads ahead"
+        return f"{cause}: prefill leaves the last {left} prompt token{'s' if left > 1 else ''} to decode"
+
+    @staticmethod
+    def _account(request: Request, num_known: int) -> None:
+        """Where prompt tokens came from. After a preemption, what is still known keeps the name it had."""
+        if request.num_preemptions:
+            request.num_handed_over = min(request.num_handed_over, max(0, num_known - request.num_cached))
+            request.num_cached = min(request.num_cached, num_known)
+        else:
+            request.num_cached, request.num_handed_over = num_known, 0

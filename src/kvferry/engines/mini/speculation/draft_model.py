@@ -1,0 +1,129 @@
+"""A whole small model as drafter. It reads tokens alone: slot p of its cache is computed from token p.
+
+So nothing in its cache is ever a guess behind the known tokens, and a hand-off needs no back-off for it (R31: 0). Its
+layers are in the cache as `draft.layers.<n>.attn` (R7).
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvferry.engines.mini.models.cache_spec import ShareInput
+from kvferry.engines.mini.models.families.base import Batch, Network, Sequences
+from kvferry.engines.mini.speculation.chain import MakeBatch
+from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput, DraftShare
+from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+
+__all__ = ["DRAFT_PREFIX", "DraftModel"]
+
+DRAFT_PREFIX = "draft."
+
+
+class _Renamed:
+    """A batch whose layers are the draft's."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._batch.positions
+
+    def attend(
+        self,
+        layer: str,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        return self._batch.attend(DRAFT_PREFIX + layer, queries, keys, values, scale=scale)
+
+    def attend_latent(
+        self, layer: str, queries: torch.Tensor, latents: torch.Tensor, *, value_dim: int, scale: float
+    ) -> torch.Tensor:
+        return self._batch.attend_latent(DRAFT_PREFIX + layer, queries, latents, value_dim=value_dim, scale=scale)
+
+    def sequences(self, layer: str) -> Sequences:
+        return self._batch.sequences(DRAFT_PREFIX + layer)
+
+    def state(self, layer: str, part: str) -> torch.Tensor:
+        return self._batch.state(DRAFT_PREFIX + layer, part)
+
+
+class DraftModel:
+    """See chain.Drafter."""
+
+    def __init__(self, network: Network, make_batch: MakeBatch, *, device: torch.device, block_tokens: int) -> None:
+        self._network = network
+        self._make_batch = make_batch
+        self._device = device
+        self._block_tokens = block_tokens
+        self._final: dict[str, int] = {}
+        """Slots [0, n) of a request are computed."""
+        self._begun: set[str] = set()
+
+    def absorb(self, shares: Sequence[ShareInput], hidden: torch.Tensor) -> None:
+        """See Drafter. Only where a request begins here: what is before has come from a peer or the prefix cache."""
+        for share in shares:
+            self._final.setdefault(share.key, share.start)
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """See Drafter."""
+        for key in keys:
+            self._final.pop(key, None)
+            self._begun.discard(key)
+
+    @torch.inference_mode()
+    def draft(self, order: DraftInput) -> DraftOutput:
+        """See Drafter."""
+        known = [share.first + len(share.tokens) - 1 for share in order.shares]
+        counts = [
+            share.num_drafts if share.num_computed == m else 0 for share, m in zip(order.shares, known, strict=True)
+        ]
+        made = [Drafts(share.chance) for share in order.shares]
+        drafts = [one.tokens for one in made]
+        begins, ends = [], []
+        for share, m, count in zip(order.shares, known, counts, strict=True):
+            begin = 0 if share.cold and share.key not in self._begun else self._final[share.key]
+            self._begun.add(share.key)
+            end = m + 1 if count else max(begin, share.num_computed)
+            self._final[share.key] = end
+            begins.append(begin)
+            ends.append(end)
+        logits = self._run(order.shares, begins, ends, drafts)
+        while going := [n for n in logits if len(drafts[n]) < counts[n]]:
+            name_next(torch.stack([logits[n] for n in going]), [made[n] for n in going])
+            begins = [m + len(d) for m, d in zip(known, drafts, strict=True)]
+            ends = [
+                begin + (n in going and len(drafts[n]) < counts[n] and self._has_room(order.shares[n], begin))
+                for n, begin in enumerate(begins)
+            ]
+            logits = self._run(order.shares, begins, ends, drafts)
+        results = [one.result(count) for one, count in zip(made, counts, strict=True)]
+        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(odds for _, odds in results))
+
+    def _has_room(self, share: DraftShare, slot: int) -> bool:
+        most = self._network.config.max_positions
+        held = min(table.first_token + len(table.block_ids) * self._block_tokens for table in share.tables)
+        return slot < min(held, most)
+
+    def _run(
+        self, shares: Sequence[DraftShare], begins: Sequence[int], ends: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> dict[int, torch.Tensor]:
+        """[vocab_size] behind each request's [begin, end), by its number; none where that is empty."""
+        order = sorted((n for n in range(len(shares)) if ends[n] > begins[n]), key=lambda n: ends[n] - begins[n] > 1)
+        if not order:
+            return {}
+        inputs = []
+        for n in order:
+            text = (*shares[n].tokens, *drafts[n])
+            ids = text[begins[n] - shares[n].first : ends[n] - shares[n].first]
+            assert len(ids) == ends[n] - begins[n], "the engine sends all tokens that the drafter has not computed"
+            tables = shares[n].tables
+            inputs.append(ShareInput(token_ids=ids, start=begins[n], stop=ends[n], tables=tables, num_logits=1))
+        tokens = torch.tensor([token for share in inputs for token in share.token_ids], device=self._device)
+        hidden = self._network.forward(tokens, _Renamed(self._make_batch(inputs)))
+        last = torch.tensor([share.stop - share.start for share in inputs]).cumsum(0) - 1
+        return dict(zip(order, self._network.logits(hidden[last.to(self._device)]), strict=True))

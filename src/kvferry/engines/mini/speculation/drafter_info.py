@@ -1,0 +1,191 @@
+"""The drafter of an engine: found and checked before anything is allocated, its layers in the cache, its making."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from kvferry.connector.lookahead import prefill_backoff
+from kvferry.engines.mini.cache.pages import LayerPages
+from kvferry.engines.mini.cache.pool import KVCache
+from kvferry.engines.mini.compute.attention import StepBatch
+from kvferry.engines.mini.models.cache_spec import LayerCache, ShareInput
+from kvferry.engines.mini.models.config import ModelConfig, find_model, read_config, read_json
+from kvferry.engines.mini.models.families import family_of
+from kvferry.engines.mini.models.families.base import Weights
+from kvferry.engines.mini.models.families.layers import split_heads
+from kvferry.engines.mini.models.families.llama import LlamaConfig
+from kvferry.engines.mini.models.kv_format import KvFormat
+from kvferry.engines.mini.models.parallel import Shard
+from kvferry.engines.mini.speculation import eagle3, mtp
+from kvferry.engines.mini.speculation.chain import ChainDrafter, Drafter
+from kvferry.engines.mini.speculation.draft_model import DRAFT_PREFIX, DraftModel
+from kvferry.engines.mini.speculation.settings import TEXT_METHODS, SpeculationSettings, SpeculativeConfig
+from kvferry.errors import ConfigError, UnknownModel
+
+__all__ = ["DrafterCard", "OpenWeights", "make_drafter", "open_drafter"]
+
+T = TypeVar("T")
+Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+
+class OpenWeights(Weights, Protocol):
+    """A checkpoint that can say whether it is whole."""
+
+    def check_tensors(self, expected: Tensors) -> None:
+        """Raises UnknownModel for the first tensor that is missing, or has another shape."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCard:
+    """A drafter that was found and checked. Its weights may be in other processes."""
+
+    speculative: SpeculativeConfig
+    directory: Path | None
+    """Of a checkpoint of its own; None: it has none, or is in the target's."""
+    config: ModelConfig | None
+    """Of the layers that keep KV; None for drafters that know only the text."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...] | None:
+        """The target's layers whose inputs the drafter reads (R4)."""
+        return self.config.aux_layers if isinstance(self.config, eagle3.Eagle3Config) else None
+
+    @property
+    def num_slots_ahead(self) -> int:
+        """How many slots behind the last known token the drafter writes while it drafts."""
+        count, method = self.speculative.num_tokens, self.speculative.settings.method
+        if method in TEXT_METHODS:
+            return 0
+        return max(0, count if method == "draft_model" else count - self.speculative.num_modules)
+
+    @property
+    def starts_cold(self) -> bool:
+        """On decode: its cache of a prompt that was handed over is empty."""
+        return self.config is not None and self.speculative.settings.cold_start
+
+    def caches(self, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
+        """What its layers keep on one rank: on the last stage, under names of their own, by which they are handed over;
+        of a drafter that starts cold, nothing is told to peers."""
+        layers = self._caches(shard, kv)
+        if not self.starts_cold:
+            return layers
+        return tuple(
+            replace(layer, parts=tuple(replace(part, private=True) for part in layer.parts)) for layer in layers
+        )
+
+    def _caches(self, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
+        if self.config is None or not shard.is_last:
+            return ()
+        alone = replace(shard, pp_rank=0, pp_size=1)
+        if self.speculative.settings.method == "draft_model":
+            layers = family_of(self.config.architecture).caches(self.config, alone, kv)
+            return tuple(replace(layer, layer=DRAFT_PREFIX + layer.layer) for layer in layers)
+        names = {"mtp": "mtp.{}.attn", "eagle3": "eagle.layers.{}.attn"}[self.speculative.settings.method]
+        held = split_heads(self.config.num_heads, self.config.num_kv_heads, alone).kv
+        heads = (held.extent, held.start, held.stop)
+        windows = self.config.windows
+        return tuple(
+            kv.attention(names.format(i), heads, self.config.head_dim, window) for i, window in enumerate(windows)
+        )
+
+
+def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelConfig, *, pp: int = 1) -> DrafterCard:
+    """Find and check the drafter of a target in `directory`. Raises UnknownModel, or ConfigError where the two, or the
+    drafter and `pp` stages, do not go together."""
+    if settings.method in TEXT_METHODS:
+        return DrafterCard(SpeculativeConfig(settings, 0), None, None)
+    if settings.method == "mtp":
+        path = directory / "config.json"
+        modules = _read(path, lambda raw: mtp.read_modules(raw))
+        if modules is None:
+            raise ConfigError(
+                f"speculative method='mtp', and {str(directory)!r} has no MTP modules (num_nextn_predict_layers in its "
+                "config.json). Use another method, or a checkpoint with modules."
+            )
+        return DrafterCard(SpeculativeConfig(settings, modules.num_layers), None, modules)
+    own = find_model(settings.model or "")
+    if settings.method == "eagle3":
+        if pp > 1:
+            raise ConfigError(
+                f"speculative method='eagle3' reads hidden states of layers on every stage, and pp={pp!r}. "
+                "Use --pp 1, or mtp or draft_model."
+            )
+        head = _read(own / "config.json", lambda raw: eagle3.read_eagle3(raw, target))
+        return DrafterCard(SpeculativeConfig(settings, 1), own, head)
+    draft = read_config(own)
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {settings.model!r} has a vocabulary of {draft.vocab_size} and the target one of "
+            f"{target.vocab_size}: its tokens mean something else. Use a draft model with the target's tokenizer."
+        )
+    if any(kind not in ("full", "window") for kind in draft.layer_kinds):
+        raise ConfigError(
+            f"the draft model {settings.model!r} has layers with a recurrent state, which cannot go back to before a "
+            "draft that fell. Use a draft model with attention alone."
+        )
+    return DrafterCard(SpeculativeConfig(settings, 0), own, draft)
+
+
+def _read(path: Path, read: Callable[[dict[str, Any]], T]) -> T:
+    try:
+        return read(read_json(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnknownModel(f"{path}: missing or wrong entry: {error!r}. Copy it again.") from error
+
+
+def make_drafter(
+    card: DrafterCard,
+    target: ModelConfig,
+    target_weights: OpenWeights,
+    open_weights: Callable[[Path], OpenWeights],
+    cache: KVCache,
+    shard: Shard,
+) -> Drafter | None:
+    """Load the drafter of one rank; None where this rank has none. Raises UnknownModel."""
+    if card.config is None or not shard.is_last:
+        return None
+    device, dtype = target_weights.device, target_weights.dtype
+    pages: dict[str, LayerPages] = {}
+
+    def make_batch(shares: Sequence[ShareInput]) -> StepBatch:
+        return StepBatch(cache, shares, dtype, pages)
+
+    alone = replace(shard, pp_rank=0, pp_size=1)
+    if card.speculative.settings.method == "draft_model":
+        assert card.directory is not None, "a draft model is a checkpoint of its own"
+        weights = open_weights(card.directory)
+        family = family_of(card.config.architecture)
+        weights.check_tensors(family.expected_tensors(card.config))
+        network = family.build(card.config, weights, alone)
+        return DraftModel(network, make_batch, device=device, block_tokens=cache.block_tokens)
+    unsafe, lookahead = (
+        card.speculative.settings.unsafe_without_backoff,
+        card.speculative.num_prefill_lookahead_tokens,
+    )
+    return ChainDrafter(
+        _modules(card, target, target_weights, open_weights, alone),
+        make_batch,
+        device=device,
+        block_tokens=cache.block_tokens,
+        max_positions=card.config.max_positions,
+        lost=prefill_backoff(mamba=False, lookahead=lookahead) if unsafe else 0,
+    )
+
+
+def _modules(
+    card: DrafterCard,
+    target: ModelConfig,
+    target_weights: OpenWeights,
+    open_weights: Callable[[Path], OpenWeights],
+    shard: Shard,
+) -> "Sequence[mtp.MtpModule] | Sequence[eagle3.Eagle3]":
+    if isinstance(card.config, eagle3.Eagle3Config):
+        assert card.directory is not None, "an EAGLE head is a checkpoint of its own"
+        weights = open_weights(card.directory)
+        weights.check_tensors(eagle3.expected_tensors(card.config))
+        return [eagle3.Eagle3(card.config, weights, shard, target_weights)]
+    assert isinstance(card.config, LlamaConfig), "modules are layers of the Llama kind"
+    target_weights.check_tensors(mtp.expected_tensors(card.config, target.num_layers))
+    return mtp.build_modules(card.config, target_weights, shard, first=target.num_layers)

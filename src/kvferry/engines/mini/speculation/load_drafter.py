@@ -1,0 +1,39 @@
+"""From an engine's settings to its drafter: found with the model, loaded on each rank behind it."""
+
+from pathlib import Path
+
+from kvferry.engines.mini.cache.pool import KVCache
+from kvferry.engines.mini.models.loading import LoadedModel, ModelCard, open_weights
+from kvferry.engines.mini.models.parallel import Shard
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.speculation.chain import Drafter
+from kvferry.engines.mini.speculation.drafter_info import DrafterCard, OpenWeights, make_drafter, open_drafter
+from kvferry.errors import ConfigError
+
+__all__ = ["find_drafter", "load_drafter"]
+
+
+def find_drafter(settings: EngineSettings, model: ModelCard) -> DrafterCard | None:
+    """None without speculation. Raises UnknownModel or ConfigError."""
+    if settings.speculation is None:
+        return None
+    return open_drafter(settings.speculation, model.directory, model.config, pp=settings.pp)
+
+
+def load_drafter(card: DrafterCard | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
+    """The drafter of one rank; None where it has none. Raises UnknownModel."""
+    if card is None:
+        return None
+
+    def weights(directory: Path) -> OpenWeights:
+        return open_weights(directory, model.dtype, model.device)
+
+    if card.aux_layers is not None:
+        listen = getattr(model.network, "listen", None)
+        if listen is None:
+            raise ConfigError(
+                f"speculative method='eagle3' reads hidden states between layers, which {model.config.architecture} "
+                "does not tell. Use a target of the Llama family, or another method."
+            )
+        listen(card.aux_layers)
+    return make_drafter(card, model.config, weights(model.directory), weights, cache, shard)
