@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
-from kvferry.engines.mini.server.fleet import prompt_blocks
+from kvferry.engines.mini.server.router_services import prompt_blocks
 from tests.engines.scripted_engine import ScriptedWorker, listening
 
 HASHES = [bytes([i]) * 32 for i in range(3)]

@@ -13,7 +13,7 @@ from kvferry.engines.mini.api import GenerateRequest, SamplingParams
 from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.engines.mini.server.replies import CompletionReply
-from kvferry.engines.mini.server.tracing import Traces
+from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.web.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 from tests.engines.scripted_engine import CharTokenizer, listening
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from aiohttp import web
 
-from kvferry.engines.mini.server.bodies import ChatBody, CompletionBody
 from kvferry.engines.mini.server.metrics import WorkerMetrics
+from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.router.app import Router
 from kvferry.router.metrics import RouterMetrics
 from kvferry.web.records import Served

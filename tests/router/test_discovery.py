@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.engines.mini.server.fleet import Registrar
+from kvferry.engines.mini.server.router_services import Registrar
 from kvferry.errors import ConfigError
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.discovery import FleetFile, Registration, Registrations

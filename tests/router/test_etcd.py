@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvferry.engines.mini.server.etcd import EtcdRegistrar
+from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
 from kvferry.errors import ConfigError
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
@@ -250,7 +250,7 @@ async def test_a_lease_that_has_ended_is_granted_anew() -> None:
 
 async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """etcd failed between the lease and its keys: the lease lives, and the keys have to come all the same."""
-    monkeypatch.setattr("kvferry.engines.mini.server.etcd._RETRY_S", 0.01)
+    monkeypatch.setattr("kvferry.engines.mini.server.etcd_registration._RETRY_S", 0.01)
     alive = b'{"result":{"ID":"7","TTL":"9"}}'
     answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive}
     puts: list[str] = []

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
-from kvferry.engines.mini.server.fleet import HASH_BYTES, packed_hashes
+from kvferry.engines.mini.server.router_services import HASH_BYTES, packed_hashes
 from kvferry.router.alarm import DecodeOnlyAlarm
 from kvferry.router.cost import MIN_SAMPLES, HandoffCost
 from kvferry.router.prefix import HASH_BYTES as ROUTER_HASH_BYTES

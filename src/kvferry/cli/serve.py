@@ -97,8 +97,8 @@ def _serve_with(
 ) -> ExitCode:
     # Imported late: a wrong flag or a port in use is told before torch is loaded.
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
-    from kvferry.engines.mini.server.etcd import EtcdRegistrar
-    from kvferry.engines.mini.server.fleet import Registrar
+    from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
+    from kvferry.engines.mini.server.router_services import Registrar
     from kvferry.engines.mini.worker import WorkerSettings, build_worker
 
     settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)

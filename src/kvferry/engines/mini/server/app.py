@@ -18,15 +18,15 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from kvferry.engines.mini.server.bodies import ChatBody, CommonBody, CompletionBody, sampling_of
 from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
-from kvferry.engines.mini.server.fleet import MeetBody, packed_hashes, prompt_blocks
 from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
-from kvferry.engines.mini.server.tracing import Traces
+from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, CompletionBody, sampling_of
+from kvferry.engines.mini.server.request_traces import Traces
+from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
 from kvferry.errors import ConfigError, FerryError, Overloaded
 from kvferry.ids import TransferId
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of

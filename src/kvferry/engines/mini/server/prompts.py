@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvferry.engines.mini.server.bodies import ChatBody, CompletionBody
+from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["Prompt", "TokenizerLike", "chat_prompt", "completion_prompts"]
