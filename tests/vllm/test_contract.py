@@ -33,13 +33,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.cli.bench_vllm_models import make_model
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
-from kvferry.engines.vllm.cache import AttentionForm, LayerView, Memory, describe_cache
+from kvferry.engines.vllm.channel.worker_channel import WorkerLine
 from kvferry.engines.vllm.connector import KVFerryConnector
-from kvferry.engines.vllm.groups import GroupForm
-from kvferry.engines.vllm.line import WorkerLine
-from kvferry.engines.vllm.packing import classify, measure
-from kvferry.engines.vllm.records import RankCard, Reports
-from kvferry.engines.vllm.wake import Wake
+from kvferry.engines.vllm.describe.block_tables import GroupForm
+from kvferry.engines.vllm.describe.cache_layout import AttentionForm, LayerView, Memory, describe_cache
+from kvferry.engines.vllm.describe.head_packing import classify, measure
+from kvferry.engines.vllm.metadata import RankCard, Reports
+from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.layout.builders import Heads

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.known import take_known_blocks
+from kvferry.engines.vllm.scheduler_side.prefix_hits import take_known_blocks
 
 pytestmark = [
     pytest.mark.vllm,

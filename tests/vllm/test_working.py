@@ -10,7 +10,7 @@ if os.environ.get("KVFERRY_TEST_VLLM") != "1":
     pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
 pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
 
-from kvferry.engines.vllm.working import _warn_of_rope
+from kvferry.engines.vllm.worker_side.worker import _warn_of_rope
 
 pytestmark = [
     pytest.mark.vllm,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.engines.vllm.cache import describe_cache
-from kvferry.engines.vllm.names import canonical_names
-from kvferry.engines.vllm.packing import HeadPacking
-from kvferry.engines.vllm.reading import RankView, group_forms, layer_kinds, layer_specs, layer_views
+from kvferry.engines.vllm.describe.cache_layout import describe_cache
+from kvferry.engines.vllm.describe.head_packing import HeadPacking
+from kvferry.engines.vllm.describe.introspect import RankView, group_forms, layer_kinds, layer_specs, layer_views
+from kvferry.engines.vllm.describe.layer_names import canonical_names
 from kvferry.errors import ConfigError
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.cells import Cell, cell_runs

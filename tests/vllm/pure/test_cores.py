@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.engines.vllm.cores import on_every_core
+from kvferry.engines.vllm.worker_side.cpu_affinity import on_every_core
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.cli.bench_vllm_models import GEMMA, make_model
-from kvferry.engines.vllm.facts import describe
+from kvferry.engines.vllm.describe.engine_facts import describe
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.verdict import verdict
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings

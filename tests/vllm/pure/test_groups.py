@@ -1,6 +1,6 @@
 """vLLM's lists of block ids, as tables with positions."""
 
-from kvferry.engines.vllm.groups import GroupForm, tables_of
+from kvferry.engines.vllm.describe.block_tables import GroupForm, tables_of
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheGroup, CacheKind
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.connector.base import Depart, Failed, Introduce, Landed, StepOrders, StepReport
-from kvferry.engines.vllm.line import SchedulerLine, WorkerLine
-from kvferry.engines.vllm.mail import Mail
+from kvferry.engines.vllm.channel.channel_hub import Mail
+from kvferry.engines.vllm.channel.worker_channel import SchedulerLine, WorkerLine
 from kvferry.handoff.orders import Want
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange

@@ -1,6 +1,6 @@
 """vLLM's layer names in everybody's words."""
 
-from kvferry.engines.vllm.names import canonical_names
+from kvferry.engines.vllm.describe.layer_names import canonical_names
 
 
 def test_layers_have_the_names_that_other_engines_use() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.connector.base import Depart, StepReport
-from kvferry.engines.vllm.news import News
+from kvferry.engines.vllm.channel.report_queue import News
 from kvferry.ids import EngineId, Incarnation, TransferId
 
 GONE = Depart(EngineId("p"), Incarnation("1"), "gone")

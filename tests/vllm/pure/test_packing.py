@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry.engines.vllm.packing import HeadPacking, classify, measure
+from kvferry.engines.vllm.describe.head_packing import HeadPacking, classify, measure
 
 TOKENS, SIZE = 32, 16
 Floats = npt.NDArray[np.float32]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.vllm.params import handoff_params
+from kvferry.engines.vllm.scheduler_side.request_params import handoff_params
 from kvferry.errors import RequestError
 from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams

@@ -8,9 +8,9 @@ import pytest
 from kvferry.connector.base import Failed, Landed, StepReport
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
-from kvferry.engines.vllm.facts import backoff_tokens
-from kvferry.engines.vllm.groups import GroupForm
-from kvferry.engines.vllm.scheduling import VllmScheduler
+from kvferry.engines.vllm.describe.block_tables import GroupForm
+from kvferry.engines.vllm.describe.engine_facts import backoff_tokens
+from kvferry.engines.vllm.scheduler_side.scheduler import VllmScheduler
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind

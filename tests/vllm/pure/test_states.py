@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.engines.vllm.states import StateArray, StatePiece, state_pieces
+from kvferry.engines.vllm.describe.recurrent_states import StateArray, StatePiece, state_pieces
 from kvferry.errors import ConfigError
 from kvferry.layout.description import Axis
 

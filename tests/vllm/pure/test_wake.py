@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.engines.vllm.wake import Wake, find_wake
+from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake, find_wake
 
 
 class Words(enum.Enum):

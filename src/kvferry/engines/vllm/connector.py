@@ -26,14 +26,14 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvferry.engines.vllm.engine import VllmEngine, start_engine
 from kvferry.engines.vllm.logs import share_logging
+from kvferry.engines.vllm.metadata import Orders, RankCard, Reports
 from kvferry.engines.vllm.options import read_options
-from kvferry.engines.vllm.records import Orders, RankCard, Reports
+from kvferry.engines.vllm.scheduler_side.engine import VllmEngine, start_engine
+from kvferry.engines.vllm.scheduler_side.engine_sleep import find_wake
 from kvferry.engines.vllm.stats import FerryMetrics, FerryStats, of_ended, of_worker
 from kvferry.engines.vllm.versions import check_version
-from kvferry.engines.vllm.wake import find_wake
-from kvferry.engines.vllm.working import VllmWorker
+from kvferry.engines.vllm.worker_side.worker import VllmWorker
 from kvferry.stats import HandoffStats
 
 __all__ = ["KVFerryConnector"]

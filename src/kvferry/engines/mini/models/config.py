@@ -78,7 +78,7 @@ def find_model(name: str) -> Path:
 
         return converted(path)
     if name in BUNDLED:
-        return Path(__file__).parents[2] / "models_data" / name
+        return Path(__file__).parents[3] / "models_data" / name
     if name == "smollm2":
         from kvferry.engines.mini.models.gguf.conversion import converted
 

@@ -13,15 +13,15 @@ from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.connector.worker import HandoffWorker, start_worker
-from kvferry.engines.vllm.cache import AttentionForm, StateForm, describe_cache
-from kvferry.engines.vllm.cores import on_every_core
-from kvferry.engines.vllm.line import WorkerLine
-from kvferry.engines.vllm.names import canonical_names
-from kvferry.engines.vllm.news import News
+from kvferry.engines.vllm.channel.report_queue import News
+from kvferry.engines.vllm.channel.worker_channel import WorkerLine
+from kvferry.engines.vllm.describe.cache_layout import AttentionForm, StateForm, describe_cache
+from kvferry.engines.vllm.describe.head_packing import HeadPacking, classify, measure
+from kvferry.engines.vllm.describe.introspect import RankView, group_forms, layer_kinds, layer_specs, layer_views
+from kvferry.engines.vllm.describe.layer_names import canonical_names
+from kvferry.engines.vllm.metadata import Orders, RankCard, Reports
 from kvferry.engines.vllm.options import Options
-from kvferry.engines.vllm.packing import HeadPacking, classify, measure
-from kvferry.engines.vllm.reading import RankView, group_forms, layer_kinds, layer_specs, layer_views
-from kvferry.engines.vllm.records import Orders, RankCard, Reports
+from kvferry.engines.vllm.worker_side.cpu_affinity import on_every_core
 from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import Rank

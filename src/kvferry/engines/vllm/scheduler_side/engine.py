@@ -13,13 +13,13 @@ from typing import Any
 from kvferry.connector.base import Depart, StepOrders, StepReport
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
-from kvferry.engines.vllm.facts import backoff_tokens, describe
-from kvferry.engines.vllm.mail import Mail
+from kvferry.engines.vllm.channel.channel_hub import Mail
+from kvferry.engines.vllm.describe.engine_facts import backoff_tokens, describe
+from kvferry.engines.vllm.describe.introspect import group_forms
+from kvferry.engines.vllm.metadata import RankCard
 from kvferry.engines.vllm.options import Options
-from kvferry.engines.vllm.reading import group_forms
-from kvferry.engines.vllm.records import RankCard
-from kvferry.engines.vllm.scheduling import Ended, VllmScheduler
-from kvferry.engines.vllm.wake import Wake
+from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake
+from kvferry.engines.vllm.scheduler_side.scheduler import Ended, VllmScheduler
 from kvferry.errors import ConfigError
 from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts

@@ -6,10 +6,10 @@ Whatever cannot be described is refused here, when the worker starts, with the s
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvferry.engines.vllm.cache import AttentionForm, LayerView, Memory, StateForm
-from kvferry.engines.vllm.groups import GroupForm
-from kvferry.engines.vllm.packing import HeadPacking
-from kvferry.engines.vllm.states import StateArray, state_pieces
+from kvferry.engines.vllm.describe.block_tables import GroupForm
+from kvferry.engines.vllm.describe.cache_layout import AttentionForm, LayerView, Memory, StateForm
+from kvferry.engines.vllm.describe.head_packing import HeadPacking
+from kvferry.engines.vllm.describe.recurrent_states import StateArray, state_pieces
 from kvferry.errors import ConfigError
 from kvferry.layout.builders import Heads, head_range
 from kvferry.layout.description import CacheKind, MemoryKind, Rank

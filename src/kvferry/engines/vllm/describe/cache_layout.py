@@ -8,9 +8,9 @@ groups lie on top of each other from byte 0: a block id belongs to one group at 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvferry.engines.vllm.groups import GroupForm
-from kvferry.engines.vllm.packing import HeadPacking
-from kvferry.engines.vllm.states import StatePiece
+from kvferry.engines.vllm.describe.block_tables import GroupForm
+from kvferry.engines.vllm.describe.head_packing import HeadPacking
+from kvferry.engines.vllm.describe.recurrent_states import StatePiece
 from kvferry.layout.builders import Heads
 from kvferry.layout.description import Axis, CacheLayout, MemoryKind, Paging, Rank, Region, Tensor
 

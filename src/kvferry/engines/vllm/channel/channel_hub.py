@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
-from kvferry.engines.vllm.line import SchedulerLine
+from kvferry.engines.vllm.channel.worker_channel import SchedulerLine
 
 __all__ = ["Mail"]
 

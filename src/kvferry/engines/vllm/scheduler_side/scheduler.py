@@ -17,9 +17,9 @@ from typing import Any
 
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.connector.scheduler import HandoffScheduler
-from kvferry.engines.vllm.groups import GroupForm, tables_of
-from kvferry.engines.vllm.known import take_known_blocks
-from kvferry.engines.vllm.params import VllmRequest, handoff_params
+from kvferry.engines.vllm.describe.block_tables import GroupForm, tables_of
+from kvferry.engines.vllm.scheduler_side.prefix_hits import take_known_blocks
+from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
