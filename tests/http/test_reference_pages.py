@@ -8,7 +8,7 @@ from aiohttp import web
 from kvferry.engines.mini.server.metrics import WorkerMetrics
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.router.app import Router
-from kvferry.router.metrics import RouterMetrics
+from kvferry.router.observe.metrics import RouterMetrics
 from kvferry.web.records import Served
 from tests.engines.scripted_engine import a_server
 

@@ -1,6 +1,6 @@
 """A circuit breaker, by a clock that the test turns."""
 
-from kvferry.router.breaker import Breaker, BreakerState
+from kvferry.router.fleet.breakers import Breaker, BreakerState
 
 
 def test_it_opens_after_failures_in_a_row_and_tries_one_request_a_period() -> None:

@@ -13,11 +13,11 @@ import pytest
 from kvferry.engines.mini.server.router_services import Registrar
 from kvferry.errors import ConfigError
 from kvferry.router.app import Router, RouterFiles
-from kvferry.router.discovery import FleetFile, Registration, Registrations
+from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
+from kvferry.router.fleet.worker import Source
+from kvferry.router.fleet.workers import Fleet
 from kvferry.router.keys import read_keys
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Source
-from kvferry.router.workers import Fleet
 from kvferry.settings import Role
 from kvferry.web.api_errors import ApiError
 from tests.engines.scripted_engine import until

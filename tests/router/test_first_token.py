@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvferry.router.bodies import ClientBody
-from kvferry.router.first_token import FirstEvent, early_event
+from kvferry.router.answer.first_event import FirstEvent, early_event
+from kvferry.router.client_body import ClientBody
 from kvferry.router.settings import FirstToken, RouterSettings
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import (

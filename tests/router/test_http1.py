@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.router.deadlines import Deadlines
-from kvferry.router.http1 import Connection, Pool, Unreachable
-from kvferry.router.http1_parse import BadAnswer, ResponseParser
+from kvferry.router.upstream.deadlines import Deadlines
+from kvferry.router.upstream.http1 import Connection, Pool, Unreachable
+from kvferry.router.upstream.http1_parse import BadAnswer, ResponseParser
 from tests.engines.scripted_engine import until
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\ncontent-length: 11\r\n\r\nhello world"
@@ -219,7 +219,7 @@ async def test_an_answer_that_nobody_asked_for_never_answers_the_next_request() 
 
 
 async def test_an_old_idle_connection_is_closed_by_us_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.router.http1._IDLE_S", -1.0)
+    monkeypatch.setattr("kvferry.router.upstream.http1._IDLE_S", -1.0)
     num_connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

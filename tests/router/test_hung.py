@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvferry.router.fleet.workers import Fleet
 from kvferry.router.settings import RouterSettings
-from kvferry.router.workers import Fleet
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import (
     STREAM,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from kvferry.router.policies import make_policy
+from kvferry.router.fleet.policies import make_policy
+from kvferry.router.fleet.worker import Worker
 from kvferry.router.settings import PolicyName, RouterSettings
-from kvferry.router.worker import Worker
 from kvferry.settings import Role
 from kvferry.web.records import Limits, Load, Room, WorkerInfo
 

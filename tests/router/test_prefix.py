@@ -4,12 +4,12 @@ import pytest
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.engines.mini.server.router_services import HASH_BYTES, packed_hashes
-from kvferry.router.alarm import DecodeOnlyAlarm
-from kvferry.router.cost import MIN_SAMPLES, HandoffCost
-from kvferry.router.prefix import HASH_BYTES as ROUTER_HASH_BYTES
-from kvferry.router.prefix import Prefixes, unpack_hashes
+from kvferry.router.fleet.handoff_cost import MIN_SAMPLES, HandoffCost
+from kvferry.router.fleet.prefixes import HASH_BYTES as ROUTER_HASH_BYTES
+from kvferry.router.fleet.prefixes import Prefixes, unpack_hashes
+from kvferry.router.fleet.worker import Cached, Worker
+from kvferry.router.observe.alarm import DecodeOnlyAlarm
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Cached, Worker
 from kvferry.settings import Role
 
 BLOCK = 16

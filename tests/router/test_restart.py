@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvferry.router.answers import WorkerFailed
 from kvferry.router.app import Router
-from kvferry.router.http1 import Pool, Unreachable
+from kvferry.router.fleet.worker import Worker as RouterWorker
+from kvferry.router.fleet.workers import Source
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Worker as RouterWorker
-from kvferry.router.workers import Source
+from kvferry.router.upstream.http1 import Pool, Unreachable
+from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import (

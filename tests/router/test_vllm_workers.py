@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.router.probe import metrics_of_vllm
+from kvferry.router.fleet.probes import metrics_of_vllm
 from kvferry.settings import TransferMode
 from tests.engines.scripted_engine import until
 from tests.router.scripted_vllm import VllmServer

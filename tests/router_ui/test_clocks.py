@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.timeline_clocks import ClockSample, WorkerClocks
+from kvferry.router.observe.timeline_clocks import ClockSample, WorkerClocks
 
 SECONDS = st.floats(0, 10)
 

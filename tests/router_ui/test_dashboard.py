@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from kvferry.router.app import Router, RouterFiles
-from kvferry.router.ui import handlers
+from kvferry.router.observe.ui import handlers
 from kvferry.web.listen import Listener
 from kvferry.web.stages import HandoffTotals
 from tests.router.scripted_worker import FAST, fleet

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.timeline import Span, Timelines, WorkerPart, spans_of
-from kvferry.router.timeline_breakdown import breakdown
+from kvferry.router.observe.timeline import Span, Timelines, WorkerPart, spans_of
+from kvferry.router.observe.timeline_breakdown import breakdown
 from kvferry.web.stages import Stage, StageReport
 
 PUSH: list[tuple[str, float, dict[str, Any]]] = [

@@ -19,8 +19,8 @@ from opentelemetry.trace import SpanKind
 
 from kvferry.cli.main import ExitCode, main
 from kvferry.errors import ConfigError
-from kvferry.router import tracing
 from kvferry.router.app import Router
+from kvferry.router.observe import tracing
 from kvferry.web.listen import Listener
 from tests.engines.scripted_engine import until
 from tests.router.scripted_worker import FAST, cutting
@@ -233,7 +233,7 @@ def test_without_it_nothing_of_opentelemetry_is_imported() -> None:
 def test_without_the_packages_the_flag_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvferry.router.tracing", None)
+    monkeypatch.setitem(sys.modules, "kvferry.router.observe.tracing", None)
     assert main(["route", "--decode", "http://127.0.0.1:1", "--otlp", "http://127.0.0.1:4318"]) == ExitCode.ERROR
     assert "pip install 'kvferry[otel]'" in capsys.readouterr().err
 

@@ -12,8 +12,8 @@ from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engin
 from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
+from kvferry.router.fleet.workers import check_url
 from kvferry.router.keys import read_keys
-from kvferry.router.workers import check_url
 from kvferry.settings import FerrySettings, Role
 from kvferry.web.etcd import check_etcd
 from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal

@@ -11,34 +11,34 @@ import msgspec
 from aiohttp import ClientSession, web
 
 from kvferry.errors import ConfigError, FerryError
-from kvferry.router.alarm import DecodeOnlyAlarm
-from kvferry.router.bodies import ClientBody
-from kvferry.router.cost import HandoffCost
-from kvferry.router.discovery import FleetFile, Registration, Registrations
+from kvferry.router.client_body import ClientBody
+from kvferry.router.context import Dispatcher
 from kvferry.router.dispatch import Dispatch
-from kvferry.router.etcd_fleet import EtcdFleet
+from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
+from kvferry.router.fleet.etcd_watch import EtcdFleet
+from kvferry.router.fleet.handoff_cost import HandoffCost
+from kvferry.router.fleet.prefixes import Prefixes
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import Fleet, check_url
 from kvferry.router.keys import bearer_of, fits, key_middleware, read_keys
-from kvferry.router.meeting import Meetings
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.observe import Observers
-from kvferry.router.prefix import Prefixes
-from kvferry.router.releases import Releases
+from kvferry.router.observe.alarm import DecodeOnlyAlarm
+from kvferry.router.observe.fleet_view import fleet_view, health_of
+from kvferry.router.observe.metrics import RouterMetrics
+from kvferry.router.observe.observer import Observers
+from kvferry.router.observe.timeline import Timelines
+from kvferry.router.observe.timeline_collect import Collector
+from kvferry.router.observe.ui.handlers import Dashboard
 from kvferry.router.settings import RouterSettings
-from kvferry.router.shared import Dispatcher
-from kvferry.router.timeline import Timelines
-from kvferry.router.timeline_collect import Collector
-from kvferry.router.ui.handlers import Dashboard
-from kvferry.router.upstream import Upstream
-from kvferry.router.view import fleet_view, health_of
-from kvferry.router.worker import Worker
-from kvferry.router.workers import Fleet, check_url
+from kvferry.router.upstream.attempts import Upstream
+from kvferry.router.upstream.preconnect import Meetings
+from kvferry.router.upstream.releases import Releases
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
 from kvferry.web.etcd import check_etcd
 from kvferry.web.json_body import decode_body
 from kvferry.web.origin import refuse_page
 
 if TYPE_CHECKING:
-    from kvferry.router.tracing import Tracing  # needs kvferry[otel]
+    from kvferry.router.observe.tracing import Tracing  # needs kvferry[otel]
 
 __all__ = ["Router", "RouterFiles"]
 
@@ -135,7 +135,7 @@ class Router:
         if not otlp_url.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp {otlp_url!r} must begin with http:// or https://, as in http://127.0.0.1:4318")
         try:
-            from kvferry.router.tracing import Tracing, otlp_exporter
+            from kvferry.router.observe.tracing import Tracing, otlp_exporter
         except ImportError as error:
             raise ConfigError(
                 f"--otlp needs the OpenTelemetry packages ({error}): pip install 'kvferry[otel]'"

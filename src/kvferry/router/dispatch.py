@@ -28,18 +28,18 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import MalformedMessage
-from kvferry.router.admission import admit
-from kvferry.router.answers import WorkerFailed
-from kvferry.router.bodies import ClientBody, PrefillAnswer, check_choices
-from kvferry.router.first_token import early_event
-from kvferry.router.observe import Field
-from kvferry.router.prefix import unpack_hashes
-from kvferry.router.relay import from_prefill, relay
-from kvferry.router.reply import Reply
+from kvferry.router.answer.first_event import early_event
+from kvferry.router.answer.relay import from_prefill, relay
+from kvferry.router.answer.reply import Reply
+from kvferry.router.client_body import ClientBody, PrefillAnswer, check_choices
+from kvferry.router.context import Attempts, Dispatcher, Ticket, end_tasks
+from kvferry.router.fleet.admission import admit
+from kvferry.router.fleet.prefixes import unpack_hashes
+from kvferry.router.fleet.worker import Promise, Worker
+from kvferry.router.observe.observer import Field
 from kvferry.router.settings import FirstToken
-from kvferry.router.shared import Attempts, Dispatcher, Ticket, end_tasks
 from kvferry.router.tickets import can_push, learned_from, new_transfer_id, push_params, told_in
-from kvferry.router.worker import Promise, Worker
+from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.web.api_errors import ApiError, request_id_of
 from kvferry.web.records import header_value
 

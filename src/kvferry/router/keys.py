@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from kvferry.errors import ConfigError
-from kvferry.router.ui import PAGE_PATHS
+from kvferry.router.observe.ui import PAGE_PATHS
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["bearer_of", "fits", "key_middleware", "read_keys"]

@@ -5,7 +5,7 @@ import secrets
 import msgspec
 
 from kvferry.errors import MalformedMessage
-from kvferry.router.worker import Learned, Worker
+from kvferry.router.fleet.worker import Learned, Worker
 from kvferry.settings import TransferMode
 
 __all__ = ["Told", "can_push", "learned_from", "new_transfer_id", "push_params", "told_in"]

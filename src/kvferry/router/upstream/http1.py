@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from kvferry.router.http1_parse import BadAnswer, ResponseParser
+from kvferry.router.upstream.http1_parse import BadAnswer, ResponseParser
 
 __all__ = ["Connection", "Pool", "Unreachable"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.router.shared import Dispatcher
-from kvferry.router.timeline import Timelines
-from kvferry.router.timeline_collect import Collector
-from kvferry.router.ui.state import fleet_state, request_state
-from kvferry.router.view import fleet_view
+from kvferry.router.context import Dispatcher
+from kvferry.router.observe.fleet_view import fleet_view
+from kvferry.router.observe.timeline import Timelines
+from kvferry.router.observe.timeline_collect import Collector
+from kvferry.router.observe.ui.state import fleet_state, request_state
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["Dashboard"]
@@ -72,7 +72,7 @@ class Dashboard:
 
     async def _file(self, request: web.Request) -> web.Response:
         name, kind = _FILES[request.path]
-        body = resources.files("kvferry.router.ui").joinpath("assets", name).read_bytes()
+        body = resources.files("kvferry.router.observe.ui").joinpath("assets", name).read_bytes()
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
 
     async def _get_state(self, _: web.Request) -> web.Response:

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from kvferry.errors import PeerError
-from kvferry.router.worker import Worker
+from kvferry.router.fleet.worker import Worker
 from kvferry.web.records import Limits, Load, Room, WorkerInfo
 
 __all__ = ["NotAWorker", "ask_what_it_is", "metrics_of_vllm"]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvferry.router.workers import Fleet
+from kvferry.router.fleet.workers import Fleet
 
 __all__ = ["RouterMetrics"]
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 
 from kvferry.errors import PeerError
-from kvferry.router.http1 import Connection
-from kvferry.router.http1_parse import BadAnswer
-from kvferry.router.workers import Worker, reason_of
+from kvferry.router.fleet.workers import Worker, reason_of
+from kvferry.router.upstream.http1 import Connection
+from kvferry.router.upstream.http1_parse import BadAnswer
 
 __all__ = ["Answer", "WorkerFailed"]
 

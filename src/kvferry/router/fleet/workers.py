@@ -21,12 +21,12 @@ import aiohttp
 import msgspec
 
 from kvferry.errors import ConfigError
-from kvferry.router.pairs import Pairs
-from kvferry.router.policies import Wanted, make_policy
-from kvferry.router.prefix import unpack_hashes
-from kvferry.router.probe import NotAWorker, ask_what_it_is
+from kvferry.router.fleet.pair_records import Pairs
+from kvferry.router.fleet.policies import Wanted, make_policy
+from kvferry.router.fleet.prefixes import unpack_hashes
+from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is
+from kvferry.router.fleet.worker import Cached, Source, Wait, Worker
 from kvferry.router.settings import PolicyName, RouterSettings
-from kvferry.router.worker import Cached, Source, Wait, Worker
 from kvferry.settings import Role
 from kvferry.web.records import WorkerInfo
 

@@ -9,8 +9,8 @@ import logging
 
 import aiohttp
 
-from kvferry.router.upstream import Upstream
-from kvferry.router.workers import Worker, reason_of
+from kvferry.router.fleet.workers import Worker, reason_of
+from kvferry.router.upstream.attempts import Upstream
 
 __all__ = ["RELEASE_PATH", "Releases"]
 

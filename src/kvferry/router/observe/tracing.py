@@ -28,10 +28,10 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvferry import __version__
-from kvferry.router.observe import Field
-from kvferry.router.timeline import Timeline, Timelines, WorkerPart, spans_of
-from kvferry.router.timeline_collect import Collector
-from kvferry.router.worker import Worker
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.observe.observer import Field
+from kvferry.router.observe.timeline import Timeline, Timelines, WorkerPart, spans_of
+from kvferry.router.observe.timeline_collect import Collector
 from kvferry.web.stages import MAX_ASKED
 
 __all__ = ["Tracing", "otlp_exporter"]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from kvferry.router.observe import Field
-from kvferry.router.timeline import Timeline, Timelines, WorkerPart, spans_of
-from kvferry.router.timeline_breakdown import breakdown
+from kvferry.router.observe.observer import Field
+from kvferry.router.observe.timeline import Timeline, Timelines, WorkerPart, spans_of
+from kvferry.router.observe.timeline_breakdown import breakdown
 from kvferry.web.stages import HandoffTotals
 
 __all__ = ["fleet_state", "request_state"]

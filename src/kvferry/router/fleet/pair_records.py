@@ -7,10 +7,10 @@ failure of either worker, both may pair with others.
 import time
 from dataclasses import dataclass, field
 
-from kvferry.router.breaker import Breaker
-from kvferry.router.pairing import why_not, why_not_modes
+from kvferry.router.fleet.breakers import Breaker
+from kvferry.router.fleet.pairing import why_not, why_not_modes
+from kvferry.router.fleet.worker import Worker
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Worker
 from kvferry.web.records import WorkerInfo
 
 __all__ = ["Pair", "Pairs"]

@@ -10,9 +10,9 @@ them fails no request that has not begun to be answered.
 import math
 import time
 
-from kvferry.router.policies import Wanted
-from kvferry.router.shared import Attempts, Dispatcher
-from kvferry.router.worker import Worker
+from kvferry.router.context import Attempts, Dispatcher
+from kvferry.router.fleet.policies import Wanted
+from kvferry.router.fleet.worker import Worker
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["admit"]

@@ -1,7 +1,7 @@
 """What the router tells of its fleet: GET /v1/kvferry, and the word of /health."""
 
-from kvferry.router.shared import Dispatcher
-from kvferry.router.worker import Worker
+from kvferry.router.context import Dispatcher
+from kvferry.router.fleet.worker import Worker
 
 __all__ = ["fleet_view", "health_of"]
 

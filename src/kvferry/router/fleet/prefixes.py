@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.router.worker import Worker
+from kvferry.router.fleet.worker import Worker
 
 __all__ = ["HASH_BYTES", "Prefixes", "Prompt", "unpack_hashes"]
 

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
-from kvferry.router.answers import Answer, WorkerFailed
-from kvferry.router.deadlines import Deadlines
-from kvferry.router.http1 import Connection, Pool, Unreachable
-from kvferry.router.http1_parse import BadAnswer
+from kvferry.router.fleet.workers import Worker, reason_of
 from kvferry.router.settings import RouterSettings
-from kvferry.router.workers import Worker, reason_of
+from kvferry.router.upstream.deadlines import Deadlines
+from kvferry.router.upstream.http1 import Connection, Pool, Unreachable
+from kvferry.router.upstream.http1_parse import BadAnswer
+from kvferry.router.upstream.worker_answer import Answer, WorkerFailed
 
 __all__ = ["Upstream"]
 

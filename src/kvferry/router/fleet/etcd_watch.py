@@ -10,9 +10,9 @@ import logging
 import aiohttp
 
 from kvferry.errors import ConfigError
+from kvferry.router.fleet.worker import Source
+from kvferry.router.fleet.workers import Fleet
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Source
-from kvferry.router.workers import Fleet
 from kvferry.settings import Role
 from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
 

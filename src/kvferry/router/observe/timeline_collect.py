@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable
 import aiohttp
 import msgspec
 
-from kvferry.router.timeline import Timeline, WorkerPart
-from kvferry.router.timeline_clocks import ClockSample, WorkerClocks
-from kvferry.router.worker import Worker
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.observe.timeline import Timeline, WorkerPart
+from kvferry.router.observe.timeline_clocks import ClockSample, WorkerClocks
 from kvferry.web.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 
 __all__ = ["Collector"]

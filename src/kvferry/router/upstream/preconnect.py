@@ -10,9 +10,9 @@ import logging
 
 import aiohttp
 
-from kvferry.router.upstream import Upstream
-from kvferry.router.worker import Worker
-from kvferry.router.workers import Fleet, reason_of
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import Fleet, reason_of
+from kvferry.router.upstream.attempts import Upstream
 
 __all__ = ["MEET_PATH", "Meetings"]
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvferry.router.breaker import Breaker
+from kvferry.router.fleet.breakers import Breaker
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role, TransferMode
 from kvferry.web.records import WorkerInfo

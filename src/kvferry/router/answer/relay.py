@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.router.answers import Answer, WorkerFailed
-from kvferry.router.bodies import ClientBody
-from kvferry.router.first_token import FirstEvent, as_events
-from kvferry.router.reply import Reply
-from kvferry.router.usage import UsageWriter, asked_for
-from kvferry.router.worker import Worker
+from kvferry.router.answer.first_event import FirstEvent, as_events
+from kvferry.router.answer.reply import Reply
+from kvferry.router.answer.usage import UsageWriter, asked_for
+from kvferry.router.client_body import ClientBody
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.upstream.worker_answer import Answer, WorkerFailed
 from kvferry.web.api_errors import ApiError, request_id_of
 from kvferry.web.records import HEADER_PREFIX
 

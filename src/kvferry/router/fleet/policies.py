@@ -11,8 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvferry.router.fleet.worker import Worker
 from kvferry.router.settings import PolicyName
-from kvferry.router.worker import Worker
 
 __all__ = ["Policy", "Wanted", "make_policy"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.bodies import ClientBody
+from kvferry.router.client_body import ClientBody
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["FirstEvent", "as_events", "early_event"]

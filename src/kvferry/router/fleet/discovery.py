@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from kvferry.errors import ConfigError
+from kvferry.router.fleet.worker import Source, Worker
+from kvferry.router.fleet.workers import Fleet, check_url
 from kvferry.router.settings import RouterSettings
-from kvferry.router.worker import Source, Worker
-from kvferry.router.workers import Fleet, check_url
 from kvferry.settings import Role
 from kvferry.web.api_errors import ApiError
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import msgspec
 
-from kvferry.router.alarm import DecodeOnlyAlarm
-from kvferry.router.answers import WorkerFailed
-from kvferry.router.cost import HandoffCost
-from kvferry.router.metrics import RouterMetrics
-from kvferry.router.observe import Observers
-from kvferry.router.prefix import Prefixes
-from kvferry.router.releases import Releases
+from kvferry.router.fleet.handoff_cost import HandoffCost
+from kvferry.router.fleet.prefixes import Prefixes
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import Fleet
+from kvferry.router.observe.alarm import DecodeOnlyAlarm
+from kvferry.router.observe.metrics import RouterMetrics
+from kvferry.router.observe.observer import Observers
 from kvferry.router.settings import RouterSettings
-from kvferry.router.upstream import Upstream
-from kvferry.router.worker import Worker
-from kvferry.router.workers import Fleet
+from kvferry.router.upstream.attempts import Upstream
+from kvferry.router.upstream.releases import Releases
+from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
 
 __all__ = ["Attempts", "Dispatcher", "Ticket", "end_tasks"]

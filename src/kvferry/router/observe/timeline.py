@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvferry.router.observe import Field
+from kvferry.router.observe.observer import Field
 from kvferry.web.stages import StageReport
 
 __all__ = ["Event", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]

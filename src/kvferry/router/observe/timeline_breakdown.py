@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvferry.router.timeline import Span
+from kvferry.router.observe.timeline import Span
 
 __all__ = ["Share", "breakdown"]
 
