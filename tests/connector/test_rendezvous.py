@@ -12,7 +12,7 @@ from kvferry.handoff.orders import Depart, Introduce
 from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
-from kvferry.testing.clock import FakeClock
+from kvferry.testing.fake_clock import FakeClock
 from tests.handshake.examples import side
 
 P, D = EngineId("p"), EngineId("d")

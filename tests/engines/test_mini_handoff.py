@@ -10,7 +10,7 @@ import torch
 from kvferry.connector.base import Match, Outcome
 from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.engine import Engine
-from kvferry.testing.clock import FakeClock
+from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
 from tests.engines.conftest import MakeEngine, ask, cache_of, finish, prompt_of, tokens_of

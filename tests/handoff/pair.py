@@ -9,7 +9,7 @@ from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
-from kvferry.testing.clock import FakeClock
+from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.handoff_messages import Message
 
 TTL_S, RENEW_S, QUARANTINE_S, STANDSTILL_S, DEADLINE_S = 10.0, 2.0, 1.0, 40.0, 60.0

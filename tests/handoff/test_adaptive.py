@@ -8,7 +8,7 @@ from kvferry.handoff.orders import StepOrders
 from kvferry.ids import PeerName
 from kvferry.layout.description import CacheLayout, Region
 from kvferry.settings import Role, TransferMode, Verify
-from kvferry.testing.clock import FakeClock
+from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Transport
 from kvferry.transport.staging.cost import CostModel
 from kvferry.transport.staging.packer import region_views

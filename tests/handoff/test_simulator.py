@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kvferry.settings import TransferMode
-from kvferry.testing.simulator.memory import Violation
 from kvferry.testing.simulator.mutants import MUTANTS
 from kvferry.testing.simulator.run import prepare_of, simulate
 from kvferry.testing.simulator.scenario import make_scenario
 from kvferry.testing.simulator.shrink import failure_of, shrink, trace_of
+from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
 
 

@@ -8,11 +8,11 @@ from kvferry.handoff.orders import StepOrders
 from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.testing.simulator.memory import MAX_RANKS, Transfer, Violation
+from kvferry.testing.simulator.simulated_memory import MAX_RANKS, Transfer, Violation
 from kvferry.wire.handoff_messages import Message
 
 if TYPE_CHECKING:
-    from kvferry.testing.simulator.engines import SimEngine
+    from kvferry.testing.simulator.simulated_engine import SimEngine
     from kvferry.testing.simulator.world import World
 
 __all__ = ["TOKEN_S", "SimRank", "short"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 from kvferry.handoff.rank_protocol import RankCore
-from kvferry.testing.simulator.memory import Violation
 from kvferry.testing.simulator.mutants import MUTANTS
 from kvferry.testing.simulator.scenario import make_scenario
+from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
 
 __all__ = ["Found", "SimResult", "prepare_of", "simulate"]

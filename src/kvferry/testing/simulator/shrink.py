@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvferry.handoff.rank_protocol import RankCore
-from kvferry.testing.simulator.memory import Violation
 from kvferry.testing.simulator.scenario import Job, Scenario
+from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
 
 __all__ = ["failure_of", "shrink", "trace_of"]

@@ -8,10 +8,10 @@ from typing import Any
 from kvferry.handoff.actions import Peer, Post
 from kvferry.handoff.rank_protocol import RankCore
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
-from kvferry.testing.simulator.engines import DecodeEngine, PrefillEngine, SimEngine
-from kvferry.testing.simulator.memory import Transfer, Violation
 from kvferry.testing.simulator.rank import TOKEN_S, SimRank, short
 from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
+from kvferry.testing.simulator.simulated_engine import DecodeEngine, PrefillEngine, SimEngine
+from kvferry.testing.simulator.simulated_memory import Transfer, Violation
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message
 

@@ -7,8 +7,8 @@ from kvferry.handoff.actions import Post
 from kvferry.transport.base import Operation
 
 if TYPE_CHECKING:
-    from kvferry.testing.simulator.engines import SimEngine
     from kvferry.testing.simulator.rank import SimRank
+    from kvferry.testing.simulator.simulated_engine import SimEngine
 
 __all__ = ["GARBAGE", "MAX_RANKS", "Memory", "Transfer", "Violation"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrders, StepReport, Want, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.testing.simulator.memory import GARBAGE, MAX_RANKS, Memory, Violation
 from kvferry.testing.simulator.rank import SimRank
 from kvferry.testing.simulator.scenario import Job
+from kvferry.testing.simulator.simulated_memory import GARBAGE, MAX_RANKS, Memory, Violation
 from kvferry.transport.base import Operation
 
 if TYPE_CHECKING:
