@@ -105,7 +105,7 @@ chaos: setup  ## kill and stop workers under load, 20 times in each way and mode
 	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
 
 docs: setup  ## the reference pages that are made from code
-	$(BIN)/python -m kvferry.cli.docs
+	$(BIN)/python -m kvferry.cli.support.reference_pages
 
 vllm-table:  ## the table of docs/explanation/vllm-connectors-compared.md, on real vLLM (needs .venv-vllm); half an hour
 	@mkdir -p out

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import bench
-from kvferry.cli.environment import environment
+from kvferry.cli.bench import command as bench
 from kvferry.cli.main import ExitCode, main
+from kvferry.cli.support.environment import environment
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """A benchmark called `plan` that takes --size."""
     asked: list[object] = []
-    module = types.ModuleType("kvferry.cli.bench_plan")
+    module = types.ModuleType("kvferry.cli.bench.plan")
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--size", type=int)
@@ -29,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return ExitCode.OK
 
     module.add_arguments, module.run, module.QUICK_ARGS = add_arguments, run, ("--size", "1")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvferry.cli.bench_plan", module)
+    monkeypatch.setitem(sys.modules, "kvferry.cli.bench.plan", module)
     return asked
 
 
@@ -62,7 +62,7 @@ def test_all_writes_a_file_each_and_goes_on_after_a_failure(
         return subprocess.CompletedProcess(command, 0, stdout='{"case": "a", "gbps": 1.5}\nnoise\n')
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setitem(sys.modules, "kvferry.cli.bench_engine", None)
+    monkeypatch.setitem(sys.modules, "kvferry.cli.bench.engine", None)
     assert main(["bench", "all", "--out", str(tmp_path / "out"), "--only", "engine", "plan"]) == ExitCode.ERROR
     assert commands == [["bench", "plan", "--json", "--size", "1"]]
     written = json.loads((tmp_path / "out" / "plan.json").read_text())

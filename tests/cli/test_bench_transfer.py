@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli import bench_calibrate, bench_transfer
-from kvferry.cli.bench_transfer import CASES, layouts
+from kvferry.cli.bench import calibrate, transfer
+from kvferry.cli.bench.transfer import CASES, layouts
 from kvferry.cli.main import ExitCode, main
 from kvferry.layout.pairing import pair
 from kvferry.transport.staging.cost import CostModel, calibration_path, load_cost_model
@@ -20,7 +20,7 @@ KEYS = {
 def test_every_case_pairs_and_moves_the_same_bytes(key: str) -> None:
     sources, destination = layouts(CASES[key], 128)
     assert len(pair(sources, destination).edges) == CASES[key].tp
-    assert destination.regions[0].num_bytes == 128 * bench_transfer.TOKEN_BYTES
+    assert destination.regions[0].num_bytes == 128 * transfer.TOKEN_BYTES
     assert sum(region.num_bytes for source in sources for region in source.regions) == destination.regions[0].num_bytes
 
 
@@ -55,7 +55,7 @@ def test_a_dry_run_keeps_the_old_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
-    monkeypatch.setattr(bench_calibrate, "measure", lambda *_args, **_options: CostModel(origin="new"))
+    monkeypatch.setattr(calibrate, "measure", lambda *_args, **_options: CostModel(origin="new"))
     assert main(["bench", "calibrate", "--dry-run"]) == ExitCode.OK
     assert list(tmp_path.iterdir()) == []
     assert main(["bench", "calibrate"]) == ExitCode.OK

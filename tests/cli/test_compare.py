@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.fleet import run_fleet
 from kvferry.cli.main import ExitCode, main
+from kvferry.cli.support.fleet_matrix import run_fleet
 from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fleet_verdict import Member, fleet_matrix, shared_ids

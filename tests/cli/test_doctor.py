@@ -178,10 +178,10 @@ def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(
 def test_urls_are_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
-    fleet = types.ModuleType("kvferry.cli.fleet")
+    fleet = types.ModuleType("kvferry.cli.support.fleet_matrix")
     asked: list[object] = []
     fleet.run_fleet = lambda urls, as_json: asked.append((urls, as_json)) or ExitCode.UNREACHABLE  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvferry.cli.fleet", fleet)
+    monkeypatch.setitem(sys.modules, "kvferry.cli.support.fleet_matrix", fleet)
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)
     assert doctor.run(parser.parse_args(["http://a:1", "http://b:2", "--json"])) == ExitCode.UNREACHABLE

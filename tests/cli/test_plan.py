@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvferry.cli import bench_plan
+from kvferry.cli.bench import plan
 from kvferry.cli.main import ExitCode, main
 from kvferry.layout.builders import AxisOrder, LayoutBuilder, head_range, mamba2_parts
 from kvferry.layout.description import CacheLayout, Rank
@@ -172,11 +172,11 @@ def test_facts_of_a_model_have_no_layout(tmp_path: Path, files: tuple[str, str],
 
 
 def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = [case for case in bench_plan.cases(quick=True) if case.tokens < 5000]
-    monkeypatch.setattr(bench_plan, "cases", lambda quick: small[:1])
+    small = [case for case in plan.cases(quick=True) if case.tokens < 5000]
+    monkeypatch.setattr(plan, "cases", lambda quick: small[:1])
     parser = argparse.ArgumentParser()
-    bench_plan.add_arguments(parser)
-    assert bench_plan.run(parser.parse_args(["--json", "--repeat", "1"])) == ExitCode.OK
+    plan.add_arguments(parser)
+    assert plan.run(parser.parse_args(["--json", "--repeat", "1"])) == ExitCode.OK
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["case"].split(":")[0] for row in rows] == ["direct", "staged"]
     assert all({"case", "runs", "ns_per_run", "bytes_per_run"} <= row.keys() for row in rows)

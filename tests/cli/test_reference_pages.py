@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import settings
-from kvferry.cli.docs import PAGES, SETTINGS, compatibility_page, field_texts, main, settings_page
+from kvferry.cli.support.reference_pages import PAGES, SETTINGS, compatibility_page, field_texts, main, settings_page
 from kvferry.handshake.table import FACTS
 from kvferry.wire.versions import HISTORY
 

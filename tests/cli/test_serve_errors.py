@@ -126,7 +126,7 @@ def test_help_of_a_benchmark_needs_no_torch() -> None:
     import subprocess
 
     code = (
-        "import sys, argparse, kvferry.cli.bench_handoff as bench; "
+        "import sys, argparse, kvferry.cli.bench.handoff as bench; "
         "bench.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

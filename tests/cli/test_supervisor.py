@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
+from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.errors import FerryError
 
 pytestmark = pytest.mark.process
@@ -102,7 +102,7 @@ async def test_a_child_that_does_not_end_is_killed_at_the_second_asking(lines: L
 
 PARENT = """
 import asyncio, sys
-from kvferry.cli.supervisor import ChildSpec, Supervisor
+from kvferry.cli.support.supervisor import ChildSpec, Supervisor
 
 async def main():
     async with Supervisor(lambda name, line: None) as boss:

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from kvferry.cli import serve, up
+from kvferry.cli.support.worker_flags import engine_settings, worker_argv
 from kvferry.cli.up import FleetPlan
-from kvferry.cli.worker_flags import engine_settings, worker_argv
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.cli.lifetime import SUPERVISOR_VARIABLE
+from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from tests.e2e.client import eventually, get, metrics
 
 __all__ = ["Fleet", "Process"]

@@ -15,8 +15,8 @@ import time
 import tracemalloc
 from dataclasses import dataclass, replace
 
-from kvferry.cli.environment import environment
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.environment import environment
 from kvferry.errors import FerryError
 from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.exchange import LocalSide, ask

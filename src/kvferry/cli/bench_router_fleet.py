@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cli.lifetime import die_with_supervisor
+from kvferry.cli.support.parent_death import die_with_supervisor
 from kvferry.web.listen import announce
 
 __all__ = ["Script", "main"]

@@ -9,7 +9,7 @@ import json
 import aiohttp
 from aiohttp import web
 
-from kvferry.cli.lifetime import die_with_supervisor
+from kvferry.cli.support.parent_death import die_with_supervisor
 from kvferry.web.listen import announce
 
 

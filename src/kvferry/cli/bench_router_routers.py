@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.cli.lifetime import SUPERVISOR_VARIABLE
+from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from kvferry.errors import FerryError
 
 __all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "pin", "running", "start_fleet"]

@@ -5,8 +5,8 @@ import json
 import sys
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.terminal import Terminal
-from kvferry.cli.told import Told, layout_problem, load_told
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.worker_description import Told, layout_problem, load_told
 from kvferry.handshake.fact import FactKind
 from kvferry.handshake.values import FactValue
 from kvferry.handshake.verdict import Row, Verdict, VerdictKind, show, verdict

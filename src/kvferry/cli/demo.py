@@ -19,10 +19,10 @@ from typing import Any
 import aiohttp
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.supervisor import Child, Supervisor
-from kvferry.cli.terminal import Terminal
+from kvferry.cli.support.supervisor import Child, Supervisor
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
 from kvferry.cli.up import FleetPlan, start_fleet
-from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
 from kvferry.errors import FerryError
 
 PROMPT = (

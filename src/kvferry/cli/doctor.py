@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Run the steps and print each as it ends."""
     if args.urls:
-        from kvferry.cli.fleet import run_fleet
+        from kvferry.cli.support.fleet_matrix import run_fleet
 
         return ExitCode(run_fleet(args.urls, args.json))
     logging.getLogger("kvferry").setLevel(max(logging.WARNING, logging.getLogger().level) if not _verbose() else 0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.told import fetch, is_url, parse_told
-from kvferry.cli.worker_flags import add_worker_flags, engine_settings, ferry_settings
+from kvferry.cli.support.worker_description import fetch, is_url, parse_told
+from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, ferry_settings
 from kvferry.errors import ConfigError
 from kvferry.handshake.facts import Facts
 from kvferry.settings import Role

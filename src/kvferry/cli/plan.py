@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.plan_svg import picture
-from kvferry.cli.plan_text import Row, table, tidy_layers
-from kvferry.cli.saved import load_side
+from kvferry.cli.support.plan_svg import picture
+from kvferry.cli.support.plan_text import Row, table, tidy_layers
+from kvferry.cli.support.saved_layouts import load_side
 from kvferry.errors import ConfigError
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind, CacheLayout

@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from enum import StrEnum
 
-from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
-from kvferry.cli.worker_flags import field_docs
+from kvferry.cli.support.parent_death import die_with_supervisor
+from kvferry.cli.support.worker_flags import field_docs
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener, announce, serve_until_signal

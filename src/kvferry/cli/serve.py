@@ -6,9 +6,9 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvferry.cli.lifetime import die_with_supervisor
 from kvferry.cli.main import ExitCode
-from kvferry.cli.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
+from kvferry.cli.support.parent_death import die_with_supervisor
+from kvferry.cli.support.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
 from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError

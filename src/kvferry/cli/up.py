@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.supervisor import Child, ChildEnded, ChildSpec, Supervisor
-from kvferry.cli.terminal import Terminal
-from kvferry.cli.worker_flags import (
+from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.worker_flags import (
     add_worker_flags,
     check_side_channel,
     engine_settings,

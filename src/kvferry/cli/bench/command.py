@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvferry.cli.environment import environment
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.environment import environment
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from kvferry.cli.plan_text import Row
+from kvferry.cli.support.plan_text import Row
 from kvferry.layout.description import CacheLayout, Tensor
 from kvferry.layout.pairing import Edge, pair
 

@@ -1,4 +1,4 @@
-"""The reference pages that are made from code: `make docs`, or `python -m kvferry.cli.docs [--out DIR] [--check]`.
+"""The reference pages that are made from code: `make docs`, or `python -m kvferry.cli.support.reference_pages [--out DIR] [--check]`.
 
 compatibility.md from the table of facts, settings.md from the settings classes. A test holds the committed pages to it.
 """
@@ -169,7 +169,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def main(argv: Sequence[str] | None = None) -> ExitCode:
     """Write the pages; with --check, only say which are out of date."""
-    parser = argparse.ArgumentParser(prog="python -m kvferry.cli.docs", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.cli.support.reference_pages", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="the docs folder (default: docs)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     args = parser.parse_args(argv)

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import aiohttp
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.supervisor import Child, ChildSpec, Supervisor
+from kvferry.cli.support.supervisor import Child, ChildSpec, Supervisor
 from kvferry.errors import ConfigError, FerryError
 from kvferry.settings import TransferMode
 
 if TYPE_CHECKING:
-    from kvferry.cli.bench_handoff_rates import Rates
+    from kvferry.cli.bench.handoff_rates import Rates
 
 __all__ = ["QUICK_ARGS", "add_arguments", "run"]
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             f"--prompts {args.prompts} --repeats {args.repeats} --mib {args.mib}: all must be 1 or more. Raise them"
         )
     # Imported late: it loads torch, and --help and wrong flags need none.
-    from kvferry.cli.bench_handoff_rates import load_engine, measure_one_long, measure_rates
+    from kvferry.cli.bench.handoff_rates import load_engine, measure_one_long, measure_rates
 
     num_bytes = args.mib << 20
     one_long: dict[TransferMode, float] = {}

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli import bench_engine_one
-from kvferry.cli.environment import environment
+from kvferry.cli.bench import engine_one
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.environment import environment
 from kvferry.errors import ConfigError
 
 __all__ = ["QUICK_ARGS", "add_arguments", "run"]
@@ -26,7 +26,7 @@ DEFAULT_VLLM = Path(".venv-vllm/bin/python")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, and where vLLM is."""
     parser.add_argument("--model", default="smollm2", help="as for `kvferry serve` (default smollm2)")
-    parser.add_argument("--engines", nargs="+", choices=[*bench_engine_one.ENGINES], help="default: all there are")
+    parser.add_argument("--engines", nargs="+", choices=[*engine_one.ENGINES], help="default: all there are")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="requests at once (default 1 8 32)")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens a prompt (default 256)")
@@ -83,7 +83,7 @@ def _pythons(args: argparse.Namespace) -> dict[str, str]:
 def _measure(
     args: argparse.Namespace, engine: str, python: str, dtype: str, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    command = [python, bench_engine_one.__file__, engine, "--model", str(directory), "--dtype", dtype]
+    command = [python, engine_one.__file__, engine, "--model", str(directory), "--dtype", dtype]
     for name in ("threads", "prompt_tokens", "new_tokens", "repeats"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--batches", *map(str, args.batches), *(["--vllm-eager"] if args.vllm_eager else [])]

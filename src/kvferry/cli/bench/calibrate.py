@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvferry.cli.bench_transfer import DECODE, PREFILL, measure_case
-from kvferry.cli.environment import environment
+from kvferry.cli.bench.transfer import DECODE, PREFILL, measure_case
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.environment import environment
 from kvferry.errors import ConfigError, TransferError
 from kvferry.layout.blocks import Runs
 from kvferry.layout.packing import PackBox, PackPlan, Side

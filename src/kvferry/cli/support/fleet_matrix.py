@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.cli.compare import print_rows
 from kvferry.cli.main import ExitCode
-from kvferry.cli.terminal import Terminal
-from kvferry.cli.told import Told, layout_problem, load_told
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.worker_description import Told, layout_problem, load_told
 from kvferry.errors import FerryError
 from kvferry.handshake.fleet_verdict import Cell, fleet_matrix, shared_ids
 from kvferry.handshake.verdict import VerdictKind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.cli.told import fetch, is_url
+from kvferry.cli.support.worker_description import fetch, is_url
 from kvferry.errors import ConfigError, MalformedMessage
 from kvferry.layout.description import CacheLayout
 from kvferry.wire.hello import decode_hello

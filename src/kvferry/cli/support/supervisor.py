@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cli.lifetime import SUPERVISOR_VARIABLE
+from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from kvferry.errors import FerryError
 
 __all__ = ["Child", "ChildEnded", "ChildSpec", "Supervisor"]
