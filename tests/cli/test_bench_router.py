@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from benchmarks.router import __main__
+from benchmarks.router.alone import Added, Way, turns
+from benchmarks.router.fleet import Counters, Script, _Connection, _Fleet
+from benchmarks.router.load import Client, Target, closed_loop, open_loop, percentile, request_bytes
+from benchmarks.router.routers import ROUTERS, Router, install_rivals
 
-from kvferry.cli import bench_router
-from kvferry.cli.bench_router_alone import Added, Way, turns
-from kvferry.cli.bench_router_fleet import Counters, Script, _Connection, _Fleet
-from kvferry.cli.bench_router_load import Client, Target, closed_loop, open_loop, percentile, request_bytes
-from kvferry.cli.bench_router_routers import ROUTERS, Router, install_rivals
 from kvferry.cli.main import ExitCode, main
 from kvferry.errors import ConfigError, FerryError
 
@@ -113,7 +113,7 @@ def test_percentiles() -> None:
 
 
 def test_a_router_that_does_not_do_the_work_is_told() -> None:
-    turn: Any = object.__new__(bench_router._Turn)
+    turn: Any = object.__new__(__main__._Turn)
     turn._name, turn._mode = "cheat", "pull"
     turn._check([200, 200], Counters(), Counters(prefill=2, pull=2))
     for statuses, after in (([200, 200], Counters(prefill=2, alone=2)), ([200, 503], Counters(prefill=2, pull=2))):

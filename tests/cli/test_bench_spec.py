@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from benchmarks import spec
 
-from kvferry.cli import bench_spec
 from kvferry.cli.main import ExitCode, main
 
 pytestmark = pytest.mark.engine
@@ -28,11 +28,11 @@ def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> Non
         assert len(row["acceptance_by_position"]) == 3
         assert row["tok_s"] > 0 < row["tpot_ms"]
     assert rows[2]["acceptance_rate"] < 0.5 * rows[1]["acceptance_rate"]
-    assert bench_spec.UNSAFE in told.err
+    assert spec.UNSAFE in told.err
 
 
 def test_an_answer_that_differs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_spec, "_plain", lambda _: [[1]])
+    monkeypatch.setattr(spec, "_plain", lambda _: [[1]])
     argv = ["bench", "spec", "--json", "--method", "ngram", "--serving", "standalone", *QUICK]
     assert main(argv) == ExitCode.ERROR
     assert "an answer differs" in capsys.readouterr().err

@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from benchmarks.vllm import __main__, peer
+from benchmarks.vllm.measures import Fleet, grant_cores, waiting_cores
 
-from kvferry.cli import bench_vllm, bench_vllm_peer
-from kvferry.cli.bench_vllm_client import ask, decode_first_params, prefill_params, serve_pair
-from kvferry.cli.bench_vllm_measures import Fleet, grant_cores, waiting_cores
-from kvferry.cli.bench_vllm_models import GEMMA, KV_HEAVY, make_eagle, make_model
-from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, free_port, kv_transfer_config
-from kvferry.cli.bench_vllm_zygote import Zygote
 from kvferry.errors import ConfigError, FerryError
+from tests.harness.vllm_client import ask, decode_first_params, prefill_params, serve_pair
+from tests.harness.vllm_models import GEMMA, KV_HEAVY, make_eagle, make_model
+from tests.harness.vllm_servers import VllmServer, VllmSpec, free_port, kv_transfer_config
+from tests.harness.vllm_zygote import Zygote
 
 STAND_IN = """
 import http.server, json, os, subprocess, sys
@@ -201,7 +201,7 @@ def test_stalls_are_taken_from_the_peer_only(tmp_path: Path) -> None:
         "def nixlAgent(name, config):\n    return config.pthrDelay\n"
     )
     (api / "_api.py").write_text("from nixl_cu12 import _bindings as nixlBind\nother = 1\n")
-    site = bench_vllm_peer.write_sitecustomize(tmp_path / "site", "neutralise")
+    site = peer.write_sitecustomize(tmp_path / "site", "neutralise")
     code = (
         "import os, time\nbegun = time.perf_counter(); os.sched_yield(); print(time.perf_counter() - begun > 4e-5)\n"
         "before = os.sched_getaffinity(0); os.sched_setaffinity(0, [min(before)])\n"
@@ -228,8 +228,8 @@ def test_wrong_flags_are_told_before_anything_starts() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()
-    bench_vllm.add_arguments(parser)
+    __main__.add_arguments(parser)
     with pytest.raises(ConfigError, match=r"--repeats 0"):
-        bench_vllm.run(parser.parse_args(["--repeats", "0"]))
+        __main__.run(parser.parse_args(["--repeats", "0"]))
     with pytest.raises(ConfigError, match=r"--vllm-python '/nowhere' does not exist"):
-        bench_vllm.run(parser.parse_args(["--vllm-python", "/nowhere"]))
+        __main__.run(parser.parse_args(["--vllm-python", "/nowhere"]))

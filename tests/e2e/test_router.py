@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from benchmarks.router.routers import pin
 
-from kvferry.cli.bench_router_routers import pin
 from tests.e2e.client import Stream, complete, eventually, get, metrics, post
 from tests.e2e.fleet import Fleet, Process
 from tests.engines.tiny_model import make_tiny_model

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.cli.bench_spec_serving import Alone, Served, Serving
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
 from kvferry.engines.mini.models.config import find_model
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
 from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.ids import RequestId
+from tests.harness.serving import Alone, Served, Serving
 
 SOURCE = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()
 MakeServing = Callable[..., Serving]

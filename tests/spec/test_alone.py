@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.bench_spec_serving import Alone
+from tests.harness.serving import Alone
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
 pytestmark = pytest.mark.engine

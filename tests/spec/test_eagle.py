@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvferry.cli.bench_spec_serving import Alone, Pair
 from kvferry.engines.mini.models.config import find_model
 from kvferry.engines.mini.models.tokenizer import Tokenizer
 from kvferry.engines.mini.settings import EngineSettings
+from tests.harness.serving import Alone, Pair
 from tests.spec.conftest import SOURCE, accepted, ask, engine, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.timeout(600)]

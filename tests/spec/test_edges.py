@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvferry.cli.bench_spec_serving import Alone, Pair
 from kvferry.connector.lookahead import handoff_tokens
 from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
+from tests.harness.serving import Alone, Pair
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
 pytestmark = pytest.mark.engine

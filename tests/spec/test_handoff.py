@@ -11,13 +11,13 @@ from itertools import product
 import pytest
 import torch
 
-from kvferry.cli.bench_spec_serving import Alone, Pair
 from kvferry.connector.lookahead import handoff_tokens
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.scheduling.request import Request
 from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
+from tests.harness.serving import Alone, Pair
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
 pytestmark = pytest.mark.engine

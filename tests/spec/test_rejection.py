@@ -7,7 +7,6 @@ from itertools import product
 import pytest
 import torch
 
-from kvferry.cli.bench_spec_serving import Alone, Pair, Serving
 from kvferry.engines.mini.api import SamplingParams
 from kvferry.engines.mini.compute.sampling import Row, choose, probabilities
 from kvferry.engines.mini.speculation import rejection
@@ -16,6 +15,7 @@ from kvferry.engines.mini.speculation.draft_records import Chance
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
 from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.errors import ConfigError
+from tests.harness.serving import Alone, Pair, Serving
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.spec.test_shapes import eagle3_head
 

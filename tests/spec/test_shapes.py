@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvferry.cli.bench_spec_serving import Alone, Pair
 from kvferry.engines.mini.models.config import find_model, read_config, read_json
 from kvferry.engines.mini.speculation import eagle3, mtp
 from kvferry.engines.mini.speculation.drafter_info import open_drafter
@@ -19,6 +18,7 @@ from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.settings import LeaseSettings, TransferMode
 from tests.engines.tiny_model import make_tiny_model
+from tests.harness.serving import Alone, Pair
 from tests.spec.conftest import MakeServing, accepted, ask, engine, text, tokens
 
 pytestmark = pytest.mark.engine

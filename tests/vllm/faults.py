@@ -252,7 +252,7 @@ def _decode_waits(lab: Lab, pair: Pair, *, request_id: str = "", kill: bool = Fa
     import threading
     import uuid
 
-    from kvferry.cli.bench_vllm_client import ask, decode_first_params
+    from tests.harness.vllm_client import ask, decode_first_params
 
     prompt = lab.prompt(600)
     reference = alone(pair.prefill, prompt, 8)
@@ -283,7 +283,7 @@ def _never(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
 def _other_id(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     import uuid
 
-    from kvferry.cli.bench_vllm_client import ask, prefill_params
+    from tests.harness.vllm_client import ask, prefill_params
 
     pair = lab.pair("push", _SMALL, _SMALL)
     prompt = lab.prompt(600)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.cli.bench_vllm_client import serve_pair
+from tests.harness.vllm_client import serve_pair
 from tests.vllm.faults import handed_over, say
 from tests.vllm.servers import Lab, Pair, VllmServer, alone, poll_until
 

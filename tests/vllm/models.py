@@ -1,6 +1,6 @@
 """Models for vLLM beyond the benchmark's: latent caches (with MTP modules), and hybrids with recurrent states.
 
-Random weights, ordinary Hugging Face files, made in a second. As in `kvferry.cli.bench_vllm_models`, the next token
+Random weights, ordinary Hugging Face files, made in a second. As in `tests.harness.vllm_models`, the next token
 depends on the whole prompt. Sizes are the smallest that vLLM's CPU kernels take.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from kvferry.cli.bench_vllm_models import GEMMA, make_eagle, make_model
+from tests.harness.vllm_models import GEMMA, make_eagle, make_model
 
 __all__ = ["KINDS", "make_kind"]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.cli.bench_vllm_client import Answer, ask, serve_pair
-from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
-from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
 from kvferry.engines.mini.models.config import find_model
 from kvferry.errors import FerryError
+from tests.harness.vllm_client import Answer, ask, serve_pair
+from tests.harness.vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
+from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
 from tests.vllm.models import KINDS, make_kind
 
 __all__ = [

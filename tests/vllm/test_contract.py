@@ -31,7 +31,6 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvferry.cli.bench_vllm_models import make_model
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.engines.vllm.channel.worker_channel import WorkerLine
 from kvferry.engines.vllm.connector import KVFerryConnector
@@ -45,6 +44,7 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.layout.builders import Heads
 from kvferry.layout.description import CacheKind, Rank
 from kvferry.wire.layout_codec import encode_layout
+from tests.harness.vllm_models import make_model
 from tests.vllm.servers import poll_until
 
 pytestmark = [

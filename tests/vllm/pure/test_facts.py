@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.bench_vllm_models import GEMMA, make_model
 from kvferry.engines.vllm.describe.engine_facts import describe
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.verdict import verdict
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
+from tests.harness.vllm_models import GEMMA, make_model
 
 
 def facts(model: Path, role: Role = Role.PREFILL, *, text: dict[str, Any] | None = None, **changes: Any) -> Facts:

@@ -2,7 +2,7 @@
 
 A vLLM server is three processes (API server, engine core, worker), and each of them imports vLLM: 30 s of one core. A
 zygote imports it once; every server, and every process of one, is forked from it. What runs afterwards is the same.
-Runs under vLLM's interpreter, with the standard library beside it: `python -m kvferry.cli.bench_vllm_zygote`. A line of
+Runs under vLLM's interpreter, with the standard library beside it: `python -m tests.harness.vllm_zygote`. A line of
 JSON on stdin ({"argv", "env", "log"}) starts a server; the answer is a line with its process id.
 """
 
@@ -53,7 +53,7 @@ class Zygote:
 
     def __init__(self, python: str, env: Mapping[str, str]) -> None:
         """Returns at once; the first `fork` waits for the imports."""
-        argv = [python, "-W", "ignore", "-m", "kvferry.cli.bench_vllm_zygote"]
+        argv = [python, "-W", "ignore", "-m", "tests.harness.vllm_zygote"]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), text=True)
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
@@ -147,9 +147,9 @@ def _become(told: dict[str, Any]) -> None:
         os.environ.update(told["env"])
         patch = told["env"].get(PATCH_VARIABLE)
         if patch:
-            from kvferry.cli import bench_vllm_peer
+            from benchmarks.vllm import peer
 
-            getattr(bench_vllm_peer, patch)()
+            getattr(peer, patch)()
         sys.argv = ["api_server.py", *told["argv"]]
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 

@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.cli.bench_router_load import Client, Target, percentile
+from benchmarks.router.load import Client, Target, percentile
+
 from kvferry.errors import FerryError
 
 __all__ = ["Added", "Way", "turns"]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.cli.bench_vllm_servers import SERVED_AS, VllmServer
 from kvferry.errors import FerryError
+from tests.harness.vllm_servers import SERVED_AS, VllmServer
 
 __all__ = ["MODES", "Answer", "Served", "ask", "decode_first_params", "decode_params", "prefill_params", "serve_pair"]
 

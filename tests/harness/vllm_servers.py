@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.cli.bench_vllm_zygote import Forked, Zygote
 from kvferry.errors import ConfigError, FerryError
+from tests.harness.vllm_zygote import Forked, Zygote
 
 __all__ = ["CONNECTORS", "SERVED_AS", "VllmServer", "VllmSpec", "base_environment", "free_port", "kv_transfer_config"]
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.bench_vllm_measures import (
+from benchmarks.vllm.measures import (
     Fleet,
     Sample,
     grant_cores,
@@ -32,9 +32,10 @@ from kvferry.cli.bench_vllm_measures import (
     throughput,
     waiting_cores,
 )
-from kvferry.cli.bench_vllm_models import KV_HEAVY, make_model
-from kvferry.cli.bench_vllm_servers import base_environment
-from kvferry.cli.bench_vllm_zygote import Zygote
+from tests.harness.vllm_models import KV_HEAVY, make_model
+from tests.harness.vllm_servers import base_environment
+from tests.harness.vllm_zygote import Zygote
+
 from kvferry.cli.main import ExitCode
 from kvferry.errors import ConfigError, FerryError
 

@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from benchmarks.router.alone import Added, Way, turns
+from benchmarks.router.fleet import Counters, Script
+from benchmarks.router.load import Client, Target, closed_loop, open_loop, percentile, request_bytes
+from benchmarks.router.routers import ROUTERS, Running, cpu_s, install_rivals, pin, running, start_fleet
 
-from kvferry.cli.bench_router_alone import Added, Way, turns
-from kvferry.cli.bench_router_fleet import Counters, Script
-from kvferry.cli.bench_router_load import Client, Target, closed_loop, open_loop, percentile, request_bytes
-from kvferry.cli.bench_router_routers import ROUTERS, Running, cpu_s, install_rivals, pin, running, start_fleet
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.environment import environment
 from kvferry.errors import ConfigError, FerryError

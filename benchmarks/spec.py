@@ -20,7 +20,7 @@ from kvferry.errors import ConfigError, FerryError
 from kvferry.settings import TransferMode
 
 if TYPE_CHECKING:
-    from kvferry.cli.bench_spec_serving import Served
+    from tests.harness.serving import Served
 
 __all__ = ["QUICK_ARGS", "SERVINGS", "add_arguments", "measure", "run"]
 
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
     """One line of the table, and the answers."""
-    from kvferry.cli.bench_spec_serving import Alone, Pair, Serving
+    from tests.harness.serving import Alone, Pair, Serving
+
     from kvferry.engines.mini.speculation.settings import SpeculationSettings
 
     spec = SpeculationSettings(
@@ -122,7 +123,7 @@ def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[s
 
 def _plain(args: argparse.Namespace) -> list[list[int]]:
     """The answers without speculation; what they cost goes to stderr."""
-    from kvferry.cli.bench_spec_serving import Alone
+    from tests.harness.serving import Alone
 
     engine = Alone(_engine(args))
     try:

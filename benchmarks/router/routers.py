@@ -47,7 +47,7 @@ def _kvferry(_: Path, prefill: str, decode: str, port: int) -> list[str]:
 
 
 def _plain(_: Path, prefill: str, decode: str, port: int) -> list[str]:
-    module = "kvferry.cli.bench_router_plain"
+    module = "benchmarks.router.plain"
     return [sys.executable, "-m", module, "--prefill", prefill, "--decode", decode, "--port", str(port)]
 
 
@@ -120,7 +120,7 @@ def running(router: Router, rivals: Path, ports: dict[str, int]) -> Iterator[Run
 def start_fleet() -> Iterator[tuple[int, dict[str, int]]]:
     """The scripted workers: their process id, and their ports as `pull_prefill` and so on."""
     with tempfile.TemporaryDirectory() as scratch:
-        argv = [sys.executable, "-m", "kvferry.cli.bench_router_fleet"]
+        argv = [sys.executable, "-m", "benchmarks.router.fleet"]
         with _process(argv, Path(scratch), needs_ready_file=True) as process:
             ready = Path(scratch) / "ready.json"
             _wait(ready.exists, process, "the scripted workers", Path(scratch))

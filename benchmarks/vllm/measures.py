@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from kvferry.cli.bench_vllm_client import Served, ask, decode_first_params, prefill_params, serve_pair
-from kvferry.cli.bench_vllm_servers import VllmServer, VllmSpec
-from kvferry.cli.bench_vllm_zygote import PATCH_VARIABLE, Zygote
+from tests.harness.vllm_client import Served, ask, decode_first_params, prefill_params, serve_pair
+from tests.harness.vllm_servers import VllmServer, VllmSpec
+from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
+
 from kvferry.errors import FerryError
 
 __all__ = [
@@ -250,7 +251,7 @@ def _token_gaps(server: VllmServer, prompt: Sequence[int], max_tokens: int, stop
     import http.client
     import json
 
-    from kvferry.cli.bench_vllm_servers import SERVED_AS
+    from tests.harness.vllm_servers import SERVED_AS
 
     body = {"model": SERVED_AS, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True}  # fmt: skip
