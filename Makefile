@@ -63,12 +63,12 @@ fuzz: setup  ## the property tests with 30 times as many examples, new ones each
 	FUZZ=$(or $(FUZZ),30) $(BIN)/python -m pytest -q -n auto -m 'hypothesis and not process and not engine and not vllm'
 
 test-full: setup setup-gemma  ## SmolLM2 against transformers in all combinations; CI runs half of them
-	FULL=1 $(BIN)/python -m pytest -q tests/engines/test_mini_smollm2.py
+	FULL=1 $(BIN)/python -m pytest -q tests/engines/mini/models/test_smollm2.py
 
 test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
-	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/vllm/test_contract.py tests/vllm/test_known_blocks.py tests/vllm/test_working.py
+	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/engines/vllm/test_contract.py tests/engines/vllm/scheduler_side/test_prefix_hits.py tests/engines/vllm/worker_side/test_worker.py
 	@# As test-process: real deadlines on a shared machine; what failed is run once more.
-	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/vllm/test_end_to_end.py --durations=10 || \
+	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/engines/vllm/test_end_to_end.py --durations=10 || \
 	  KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/vllm --last-failed --last-failed-no-failures none
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
@@ -98,7 +98,7 @@ matrix: setup  ## the whole P/D matrix, 1,080 cells in real processes; goes on w
 	$(BIN)/python -m tests.e2e.matrix --out out/matrix.jsonl --page docs/reference/pd-matrix.md
 
 spec-matrix: setup  ## every draft depth on prefill and decode, both modes; minutes
-	SPEC_MATRIX=full $(BIN)/python -m pytest -q tests/spec/test_handoff.py
+	SPEC_MATRIX=full $(BIN)/python -m pytest -q tests/engines/mini/speculation/test_handoff.py
 
 chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
@@ -109,13 +109,13 @@ docs: setup  ## the reference pages that are made from code
 
 vllm-table:  ## the table of docs/explanation/vllm-connectors-compared.md, on real vLLM (needs .venv-vllm); half an hour
 	@mkdir -p out
-	$(BIN)/python -m tests.vllm.faults --connector builtin --json > out/vllm-builtin.jsonl
-	$(BIN)/python -m tests.vllm.faults --connector kvferry --json > out/vllm-kvferry.jsonl
-	$(BIN)/python -m tests.vllm.faults --render out/vllm-builtin.jsonl out/vllm-kvferry.jsonl
+	$(BIN)/python -m tests.engines.vllm.faults --connector builtin --json > out/vllm-builtin.jsonl
+	$(BIN)/python -m tests.engines.vllm.faults --connector kvferry --json > out/vllm-kvferry.jsonl
+	$(BIN)/python -m tests.engines.vllm.faults --render out/vllm-builtin.jsonl out/vllm-kvferry.jsonl
 
 vllm-kills:  ## kill -9 of either vLLM server at random moments, both modes (needs .venv-vllm)
-	$(BIN)/python -m tests.vllm.kills --mode pull --repeats 10
-	$(BIN)/python -m tests.vllm.kills --mode push --repeats 10
+	$(BIN)/python -m tests.engines.vllm.kills --mode pull --repeats 10
+	$(BIN)/python -m tests.engines.vllm.kills --mode push --repeats 10
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis out build

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 print(UNSAFE, file=sys.stderr, flush=True)
             result, tokens = measure(args, method, serving)
             expected = expected or _plain(args)
-            # Behind drafts that are drawn only the distribution is the same: see tests/spec/test_rejection.py.
+            # Behind drafts that are drawn only the distribution is the same: see tests/engines/mini/speculation/test_rejection.py.
             right &= tokens == expected or (args.temperature > 0 and args.draft_sample_method == "probabilistic")
             _show(result, as_json=args.json)
     if not right:

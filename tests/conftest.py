@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import tests.examples  # noqa: F401  loads its profile
+import tests.harness.hypothesis_profile  # noqa: F401  loads its profile
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ from kvferry.wire.handoff_messages import (
 from kvferry.wire.hello import Hello, RankHello
 from kvferry.wire.layout_codec import decode_layout, encode_layout
 from kvferry.wire.versions import HISTORY
-from tests.handshake.examples import facts
+from tests.harness.handshake_examples import facts
 
 __all__ = ["TARGETS", "engine", "run"]
 
@@ -313,7 +313,7 @@ def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dic
 
 def main() -> int:
     """One JSON object a target."""
-    from tests.sidechannel.helpers import answering, asking, listening, settings, shake
+    from tests.harness.sidechannels import answering, asking, listening, settings, shake
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=1_000_000)

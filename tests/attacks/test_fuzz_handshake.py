@@ -10,7 +10,7 @@ import pytest
 from kvferry.handshake.handshaker import Desk
 from kvferry.settings import Role
 from tests.attacks.fuzz import TARGETS, engine, run, run_listener
-from tests.sidechannel.helpers import answering, asking, listening, settings, shake
+from tests.harness.sidechannels import answering, asking, listening, settings, shake
 
 SEED = 20240601
 NUM_EACH = 3500

@@ -29,7 +29,7 @@ from kvferry.wire.handoff_messages import (
     decode_message,
     encode_message,
 )
-from tests.handoff.pair import Pair
+from tests.harness.handoff_pair import Pair
 
 CLAIM = {"type": "claim", "to": "i", "transfer": "t", "ranks": 1, "start": 0, "stop": 4, "seq": 1}
 READY = {"type": "ready", "to": "i", "transfer": "t", "tables": [[0, 0, [1]]], "start": 0, "stop": 4}

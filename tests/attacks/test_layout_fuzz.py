@@ -13,7 +13,7 @@ from kvferry.layout.description import CacheLayout
 from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from kvferry.wire.layout_codec import decode_layout, decode_layout_json, encode_layout, encode_layout_json
-from tests.examples import examples
+from tests.harness.hypothesis_profile import examples
 
 
 def sample() -> CacheLayout:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.tiny_model import make_tiny_model
 
 
 @pytest.fixture(scope="session")

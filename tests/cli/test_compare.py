@@ -19,7 +19,7 @@ from kvferry.handshake.fleet_verdict import Member, fleet_matrix, shared_ids
 from kvferry.settings import Role
 from kvferry.wire.hello import encode_hello
 from tests.attacks.fuzz import engine
-from tests.handshake.examples import decode_facts, facts
+from tests.harness.handshake_examples import decode_facts, facts
 
 
 def save(path: Path, told: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill") -> str:

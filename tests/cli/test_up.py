@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli.main import ExitCode
 from tests.cli.conftest import Start
-from tests.cli.test_supervisor import exists, wait_until
+from tests.cli.support.test_supervisor import exists, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 

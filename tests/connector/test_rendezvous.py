@@ -13,7 +13,7 @@ from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
 from kvferry.testing.fake_clock import FakeClock
-from tests.handshake.examples import side
+from tests.harness.handshake_examples import side
 
 P, D = EngineId("p"), EngineId("d")
 

@@ -29,7 +29,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.worker import WorkerSettings
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from tests.e2e.matrix_host import Answered, Ask, Close, Forget, Open, host
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.tiny_model import make_tiny_model
 
 __all__ = ["Cell", "Matrix", "every_cell", "page", "pairwise", "run"]
 

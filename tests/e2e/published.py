@@ -21,8 +21,8 @@ from pathlib import Path
 
 from kvferry.engines.mini.models.config import find_model
 from kvferry.engines.mini.models.tokenizer import Tokenizer
-from tests.e2e.client import Answer, complete
-from tests.e2e.fleet import Fleet, Process
+from tests.harness.client import Answer, complete
+from tests.harness.fleet import Fleet, Process
 
 __all__ = ["Question", "ask_all", "main", "questions", "tally"]
 

@@ -19,9 +19,9 @@ from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from kvferry.wire.params import HandoffParams
-from tests.e2e.byte_worker import Computed, Identity, serve_bytes, tokens_in
-from tests.e2e.client import eventually
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.byte_worker import Computed, Identity, serve_bytes, tokens_in
+from tests.harness.client import eventually
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 

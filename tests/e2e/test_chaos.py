@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.client import Answer, complete, eventually
-from tests.e2e.fleet import Fleet, Process
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import Answer, complete, eventually
+from tests.harness.fleet import Fleet, Process
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import complete, eventually, metrics
-from tests.e2e.fleet import Fleet, Process
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import complete, eventually, metrics
+from tests.harness.fleet import Fleet, Process
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
 

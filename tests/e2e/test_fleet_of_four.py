@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.wire.versions import PROTOCOL_MAX
-from tests.e2e.client import eventually, get, metrics
-from tests.e2e.fleet import Fleet, Process
-from tests.e2e.load import Load, Question, ask_alone
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import eventually, get, metrics
+from tests.harness.fleet import Fleet, Process
+from tests.harness.load import Load, Question, ask_alone
+from tests.harness.tiny_model import make_tiny_model
 
 FULL = os.environ.get("CHAOS") == "full"
 MODES = ["pull", "push"] if FULL else ["pull"]

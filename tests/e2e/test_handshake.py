@@ -20,9 +20,9 @@ from kvferry.settings import Role, SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
 from kvferry.wire.envelope import Kind, decode_envelope
 from kvferry.wire.hello import Hello, RankHello
-from tests.e2e.client import Answer, complete, eventually, get, metrics
-from tests.e2e.fleet import Fleet, Process
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import Answer, complete, eventually, get, metrics
+from tests.harness.fleet import Fleet, Process
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 

@@ -15,10 +15,10 @@ import pytest
 
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.settings import EngineSettings
-from tests.e2e.client import Answer, complete, eventually
-from tests.e2e.fleet import Fleet, Process
-from tests.engines.conftest import ask, finish, prompt_of, tokens_of
-from tests.engines.tiny_model import make_tiny_model
+from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
+from tests.harness.client import Answer, complete, eventually
+from tests.harness.fleet import Fleet, Process
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(480)]
 

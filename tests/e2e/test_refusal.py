@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.client import Answer, complete, eventually
-from tests.e2e.fleet import Fleet
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import Answer, complete, eventually
+from tests.harness.fleet import Fleet
+from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 from benchmarks.router.routers import pin
 
-from tests.e2e.client import Stream, complete, eventually, get, metrics, post
-from tests.e2e.fleet import Fleet, Process
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import Stream, complete, eventually, get, metrics, post
+from tests.harness.fleet import Fleet, Process
+from tests.harness.tiny_model import make_tiny_model
 
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "400", "--threads", "1", "--lease-ttl", "3", "--lease-renew-every", "0.5",

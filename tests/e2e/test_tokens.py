@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.engines.mini.models.loading import load_model
 from kvferry.engines.mini.settings import EngineSettings
-from tests.e2e.client import Answer, complete
-from tests.e2e.fleet import Fleet
+from tests.harness.client import Answer, complete
+from tests.harness.fleet import Fleet
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

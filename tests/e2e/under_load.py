@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.client import eventually, get, metrics
-from tests.e2e.fleet import Fleet
-from tests.e2e.load import Load, Tally, ask_alone
-from tests.engines.tiny_model import make_tiny_model
+from tests.harness.client import eventually, get, metrics
+from tests.harness.fleet import Fleet
+from tests.harness.load import Load, Tally, ask_alone
+from tests.harness.tiny_model import make_tiny_model
 
 AIPERF_S = 400.0
 """It loads its tokenizer in several processes, and sums up at the end: minutes on a busy machine."""

@@ -16,8 +16,8 @@ from kvferry.handoff.orders import Depart, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.memory import MemoryTransport
-from tests.handoff.engines import Engine, memory_transports, offer, settings_for, until, want
-from tests.handoff.pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, Rank
+from tests.harness.handoff_engines import Engine, memory_transports, offer, settings_for, until, want
+from tests.harness.handoff_pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, Rank
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SOURCE, TARGET = [5, 3, 9], [4, 8, 1]

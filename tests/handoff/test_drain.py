@@ -2,7 +2,7 @@
 
 from kvferry.ids import TransferId
 from kvferry.settings import TransferMode
-from tests.handoff.pair import RENEW_S, TTL_S, Pair
+from tests.harness.handoff_pair import RENEW_S, TTL_S, Pair
 
 SOON_S = 2 * RENEW_S + 0.5
 

@@ -16,7 +16,7 @@ from kvferry.handoff.orders import Offer, StepOrders, Want
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import Role, TransferMode
-from tests.handoff.remote import DEADLINE_S, QUARANTINE_S, TTL_S, Remote
+from tests.harness.remote_rank import DEADLINE_S, QUARANTINE_S, TTL_S, Remote
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 

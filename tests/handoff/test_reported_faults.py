@@ -14,7 +14,7 @@ from kvferry.handoff.rank_protocol import RankCore
 from kvferry.settings import TransferMode
 from kvferry.testing.simulator import mutants
 from kvferry.wire.handoff_messages import Confirm, Renew, RenewAck
-from tests.handoff.pair import DEADLINE_S, QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
+from tests.harness.handoff_pair import DEADLINE_S, QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 Prepare = Callable[[RankCore], None]

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import TransferMode
-from tests.handoff.pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, Rank
+from tests.harness.handoff_pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, Rank
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import MAX_FACTS, Fact, Facts
 from kvferry.handshake.values import FactValue, canonical, run_length
 from kvferry.handshake.verdict import VerdictKind, verdict
-from tests.handshake.examples import decode_facts, facts
+from tests.harness.handshake_examples import decode_facts, facts
 
 VALUES: st.SearchStrategy[FactValue] = st.one_of(
     st.none(),

@@ -11,7 +11,7 @@ from kvferry.handshake.fact import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role, TransferMode
-from tests.handshake.examples import ENGINE, decode_facts, eagle, facts
+from tests.harness.handshake_examples import ENGINE, decode_facts, eagle, facts
 
 FLIPS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     # fact: (changes on prefill, changes on decode)

@@ -6,7 +6,7 @@ from kvferry.handshake.engine_description import SpeculationFacts
 from kvferry.handshake.fact import FactKind
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role
-from tests.handshake.examples import decode_facts, eagle, facts
+from tests.harness.handshake_examples import decode_facts, eagle, facts
 
 HIDDEN_STATE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 

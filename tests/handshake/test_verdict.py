@@ -12,9 +12,9 @@ from kvferry.handshake.facts import Fact, Facts
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role
-from tests.handshake.examples import decode_facts, facts
 from tests.handshake.test_facts import VALUES
 from tests.handshake.test_flips import FLIPS
+from tests.harness.handshake_examples import decode_facts, facts
 
 ANY_FACTS = st.dictionaries(
     st.one_of(st.sampled_from(sorted(FACTS)), st.text(min_size=1, max_size=12)),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import pytest
 
 from kvferry.router.observe.observer import Field
-from tests.router.scripted_vllm import VllmServer
-from tests.router.scripted_worker import Worker, a_decode, a_prefill, fleet
+from tests.harness.scripted_vllm import VllmServer
+from tests.harness.scripted_worker import Worker, a_decode, a_prefill, fleet
 from tests.router.test_dispatch import BODY, post
 
 DISPATCHES = 40

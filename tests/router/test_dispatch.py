@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import (
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import (
     PARAMS,
     STREAM,
     Asked,

@@ -12,8 +12,8 @@ from kvferry.errors import ConfigError
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener
-from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import (
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import (
     FAST,
     STREAM,
     Asked,

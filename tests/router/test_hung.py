@@ -14,8 +14,8 @@ from aiohttp import web
 
 from kvferry.router.fleet.workers import Fleet
 from kvferry.router.settings import RouterSettings
-from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import (
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import (
     STREAM,
     Asked,
     Script,

@@ -9,8 +9,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.router.scripted_vllm import VllmServer
-from tests.router.scripted_worker import Asked, Script, a_decode, a_prefill, fleet, prefill_script, refusing
+from tests.harness.scripted_vllm import VllmServer
+from tests.harness.scripted_worker import Asked, Script, a_decode, a_prefill, fleet, prefill_script, refusing
 from tests.router.test_dispatch import BODY, post
 
 CHUNK: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
-from tests.engines.scripted_engine import until
-from tests.router.test_discovery import routing
+from tests.engines.vllm.servers import Lab, Pair
+from tests.harness.scripted_engine import until
+from tests.router.fleet.test_discovery import routing
 from tests.router.test_dispatch import post
-from tests.vllm.servers import Lab, Pair
 
 pytestmark = [
     pytest.mark.vllm,

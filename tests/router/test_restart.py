@@ -19,8 +19,8 @@ from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream.http1 import Pool, Unreachable
 from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
-from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import (
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import (
     Asked,
     Script,
     Worker,

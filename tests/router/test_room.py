@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.settings import PolicyName, RouterSettings
-from tests.engines.scripted_engine import until
-from tests.router.scripted_worker import (
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import (
     FAST,
     Asked,
     Worker,

@@ -9,9 +9,9 @@ import pytest
 
 from kvferry.router.fleet.probes import metrics_of_vllm
 from kvferry.settings import TransferMode
-from tests.engines.scripted_engine import until
-from tests.router.scripted_vllm import VllmServer
-from tests.router.scripted_worker import a_decode, a_prefill, fleet
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_vllm import VllmServer
+from tests.harness.scripted_worker import a_decode, a_prefill, fleet
 from tests.router.test_dispatch import BODY, post
 
 

@@ -11,8 +11,8 @@ from kvferry.handshake.peer_table import BackOff
 from kvferry.ids import EngineId
 from kvferry.settings import Role
 from kvferry.wire.envelope import Kind, decode_envelope
-from tests.handshake.examples import side
-from tests.sidechannel.helpers import (
+from tests.harness.handshake_examples import side
+from tests.harness.sidechannels import (
     answering,
     asking,
     collect,

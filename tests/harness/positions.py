@@ -1,0 +1,153 @@
+"""A network that computes nothing but what can be proved: each layer stores position, token and a digest of all tokens
+so far; before a layer uses what it stored it is held against what it must be. Real cache, real engine, no model.
+
+The next token follows from the digest alone, so `answer` says what any engine has to answer, whatever it kept, freed,
+shared, copied or was handed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvferry.connector.base import SchedulerHalf, StepOrders, WorkerHalf
+from kvferry.engines.mini.cache.pool import KVCache
+from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.models.cache_spec import CachePart, LayerCache, ShareInput, StepInput, make_groups
+from kvferry.engines.mini.ranks.executor import LocalExecutor, StepOutcome
+from kvferry.engines.mini.settings import EngineSettings
+from kvferry.layout.description import CacheKind
+from tests.harness.scripted_engine import CharTokenizer
+
+__all__ = ["VOCAB", "PositionRanks", "answer", "layers_of", "position_engine", "position_model"]
+
+VOCAB = 997
+
+
+def digest(before: int, token: int) -> int:
+    """Of all tokens up to this one; fits a float64."""
+    return (before * 1_000_003 + token * 7919 + 12345) % (1 << 49)
+
+
+def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What every engine has to answer."""
+    tokens, so_far = list(prompt), 0
+    for token in prompt:
+        so_far = digest(so_far, token)
+    for _ in range(num_tokens):
+        tokens.append(so_far % VOCAB)
+        so_far = digest(so_far, tokens[-1])
+    return tokens[len(prompt) :]
+
+
+def layers_of(full: int = 0, windows: Sequence[int] = (), states: int = 0) -> tuple[LayerCache, ...]:
+    """So many layers of each kind; `windows`: one layer each."""
+    part = (CachePart("k", torch.float64, "fp64", (("field", 3, 0, 3),)),)
+    kinds: list[tuple[CacheKind, int | None]] = [(CacheKind.FULL, None)] * full
+    kinds += [(CacheKind.WINDOW, window) for window in windows] + [(CacheKind.STATE, None)] * states
+    return tuple(LayerCache(f"layers.{i}.attn", kind, window, part) for i, (kind, window) in enumerate(kinds))
+
+
+class PositionRanks(LocalExecutor):
+    """An executor of one rank, which may claim to have more stages than one: then steps are in flight."""
+
+    def __init__(self, cache: KVCache, layers: Sequence[LayerCache], worker: WorkerHalf | None, depth: int) -> None:
+        self.cache, self._worker, self._handoffs, self._layouts = cache, worker, None, ()
+        self._outcomes: deque[StepOutcome] = deque()
+        self._rank: Any = SimpleNamespace(worker=worker)
+        self._layers = layers
+        self._depth = depth
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    def submit(self, step: StepInput, orders: StepOrders) -> None:
+        self.cache.copy(step.copies)
+        self.cache.clear(step.clear)
+        if self._worker is not None and orders:
+            self._worker.start_step(orders)
+        if not step.shares:
+            return
+        sizes = [share.stop - share.start for share in step.shares]
+        assert sizes == sorted(sizes, key=lambda size: size > 1), "shares of one token come first"
+        rows = [self._compute(share) for share in step.shares]
+        logits = torch.zeros(sum(share.num_logits for share in step.shares), VOCAB)
+        for row, (share, last) in enumerate((s, r) for s, r in zip(step.shares, rows, strict=True) if s.num_logits):
+            assert share.num_logits == 1
+            logits[row, last % VOCAB] = 1.0
+        self._outcomes.append(StepOutcome(logits if len(logits) else None))
+
+    def _compute(self, share: ShareInput) -> int:
+        """The digest behind the share; every layer agrees on the one before it."""
+        assert len(share.token_ids) == share.stop - share.start > 0
+        found = {self._before(layer, share) for layer in self._layers}
+        assert len(found) == 1, f"layers disagree on what came before token {share.start}: {found}"
+        so_far, rows = found.pop(), []
+        for position, token in enumerate(share.token_ids, share.start):
+            so_far = digest(so_far, token)
+            rows.append([position + 1, token, so_far])
+        new = torch.tensor(rows, dtype=torch.float64)
+        for layer in self._layers:
+            self._store(layer, share, new)
+        return so_far
+
+    def _table(self, layer: LayerCache, share: ShareInput) -> tuple[int, Sequence[int]]:
+        table = share.tables[self.cache.group_of(layer.layer)]
+        assert 0 not in table.block_ids, "block 0 was given to a request"
+        return table.first_token, table.block_ids
+
+    def _before(self, layer: LayerCache, share: ShareInput) -> int:
+        first, ids = self._table(layer, share)
+        view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
+        if layer.kind is CacheKind.STATE:
+            assert first == share.start, f"the state after token {first}, before token {share.start}"
+            position, _, so_far = view[ids[0]].tolist()
+            assert position == share.start, f"state after token {position} where that after {share.start} is due"
+            return int(so_far)
+        window = share.start if layer.window_tokens is None else layer.window_tokens - 1
+        low = max(0, share.start - window)
+        assert first <= low, f"the table begins at token {first}; token {low} is needed"
+        so_far = -1
+        for at in range(low, share.start):
+            position, token, after = view[ids[(at - first) // size], (at - first) % size].tolist()
+            assert position == at + 1, f"token {position - 1} where token {at} must be"
+            assert so_far < 0 or after == digest(so_far, int(token)), "a token of another request"
+            so_far = int(after)
+        if layer.window_tokens == 1:
+            return self._before(self._layers[0], share) if self._layers[0] is not layer else 0
+        return 0 if share.start == 0 else so_far
+
+    def _store(self, layer: LayerCache, share: ShareInput, new: torch.Tensor) -> None:
+        first, ids = self._table(layer, share)
+        view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
+        if layer.kind is CacheKind.STATE:
+            view[ids[0]] = new[-1]
+            return
+        assert first + len(ids) * size >= share.stop, f"no block for token {first + len(ids) * size}"
+        for at, row in enumerate(new, share.start - first):
+            view[ids[at // size], at % size] = row
+
+
+def position_engine(
+    layers: Sequence[LayerCache], connector: Any = None, *, depth: int = 1, clock: Any = None, **changes: Any
+) -> Engine:
+    """An engine of it. `connector`: from the cache to both halves."""
+    settings = EngineSettings(**{"model": "positions", "num_blocks": 64, "max_batch_tokens": 32, **changes})
+    groups = make_groups(layers)
+    cache = KVCache(
+        layers, groups, num_blocks=settings.num_blocks or 64, block_tokens=settings.block_tokens, device="cpu"
+    )
+    halves: tuple[SchedulerHalf | None, WorkerHalf | None] = connector(cache) if connector else (None, None)
+    ranks = PositionRanks(cache, layers, halves[1], depth)
+    return Engine(position_model(), ranks, settings, connector=halves[0], clock=clock)
+
+
+def position_model() -> Any:
+    """What the engine has to know of it."""
+    config = SimpleNamespace(vocab_size=VOCAB, max_positions=4096, eos_token_ids=())
+    tokenizer = CharTokenizer()
+    tokenizer.eos_token_id = None  # type: ignore[attr-defined]
+    return SimpleNamespace(config=config, tokenizer=tokenizer)

@@ -1,0 +1,270 @@
+"""Workers that are found in etcd: against a real one where there is one, and against one that misbehaves."""
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
+from kvferry.errors import ConfigError
+from kvferry.router.app import Router
+from kvferry.router.settings import RouterSettings
+from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
+from kvferry.web.listen import Listener
+from tests.harness.scripted_engine import until
+from tests.harness.scripted_worker import a_decode, a_prefill, routing
+from tests.router.test_dispatch import BODY, post
+
+ETCD = shutil.which("etcd")
+real = pytest.mark.skipif(ETCD is None, reason="there is no etcd on this machine: apt install etcd-server")
+FAST = RouterSettings(health_every_s=0.05, restart_wait_s=0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RealEtcd:
+    """One member, that can be stopped and started with what it had."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        peer = f"http://127.0.0.1:{_free_port()}"
+        assert ETCD is not None, "tests of the real one are skipped without it"
+        self._argv = [
+            ETCD, "--data-dir", str(folder / "data"), "--listen-client-urls", self.url, "--advertise-client-urls",
+            self.url, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster",
+            f"default={peer}", "--unsafe-no-fsync",
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine.replace("aarch64", "arm64")}
+        quiet = subprocess.DEVNULL
+        flags = [one for one in self._argv if one != "--unsafe-no-fsync"]  # 3.4 does not know it
+        self._process = subprocess.Popen(flags, stdout=quiet, stderr=quiet, env=environment)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    async def well(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(400):
+                try:
+                    await Etcd(session, self.url).read("/x/")
+                except EtcdFailed:
+                    await asyncio.sleep(0.05)
+                else:
+                    return
+        raise AssertionError("etcd does not start")
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
+    running = RealEtcd(tmp_path)
+    running.start()
+    yield running
+    running.stop()
+
+
+@asynccontextmanager
+async def a_router(etcd_url: str) -> AsyncIterator[tuple[str, Router]]:
+    router = Router([], [], FAST, etcd=etcd_url)
+    async with routing(router) as url:
+        yield url, router
+
+
+def urls(router: Router) -> set[tuple[str, str]]:
+    return {(worker.url, worker.wanted.value) for worker in router.fleet.workers}
+
+
+@real
+@pytest.mark.process
+async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
+    await etcd.well()
+    p, d = a_prefill(), a_decode()
+    await p.start()
+    await d.start()
+    registrars = [EtcdRegistrar(etcd.url, one.url, one.role, one.name, ttl_s=2) for one in (p, d)]
+    async with a_router(etcd.url) as (url, router):
+        assert urls(router) == set()
+        for registrar in registrars:
+            await registrar.start()
+        await until(
+            lambda: all(worker.why_unusable is None for worker in router.fleet.workers) and len(urls(router)) == 2
+        )
+        response, _raw = await post(url, BODY)
+        assert (response.status, response.headers["x-kvferry-prefill"]) == (200, "p0")
+        # etcd goes away: nothing changes for clients. It comes back: the leases go on.
+        etcd.stop()
+        assert (await post(url, BODY))[0].status == 200
+        etcd.start()
+        await etcd.well()
+        assert len(urls(router)) == 2
+        await registrars[0].stop()  # it says so
+        await until(lambda: urls(router) == {(d.url, "decode")})
+        registrars[1]._task.cancel()  # type: ignore[union-attr]  # it dies: its lease ends
+        registrars[1]._lease = ""
+        await until(lambda: urls(router) == set(), 10.0)
+        await registrars[1].stop()
+    for worker in (p, d):
+        await worker.stop()
+
+
+@real
+@pytest.mark.process
+async def test_keys_that_make_no_sense_are_told_and_ignored(etcd: RealEtcd, caplog: pytest.LogCaptureFixture) -> None:
+    await etcd.well()
+    async with aiohttp.ClientSession() as session:
+        client = Etcd(session, etcd.url)
+        lease = await client.grant(30)
+        for key, value in (("prefill/a", "ftp://x"), ("both/b", "http://h:1"), ("decode/c", "http://127.0.0.1:9")):
+            await client.put(f"{DEFAULT_PREFIX}/{key}", value, lease)
+        async with a_router(etcd.url) as (_, router):
+            assert urls(router) == {("http://127.0.0.1:9", "decode")}
+            assert "ftp://x" in caplog.text
+            assert "both/b" in caplog.text
+            await client.revoke(lease)
+            await until(lambda: urls(router) == set())
+
+
+# ---- one that misbehaves
+
+
+@asynccontextmanager
+async def a_fake(answers: dict[str, Any]) -> AsyncIterator[str]:
+    """Answers each path of /v3/ with these bytes or this status."""
+
+    async def handle(request: web.Request) -> web.Response:
+        answer = answers.get(request.match_info["path"], b"{}")
+        return web.Response(status=answer) if isinstance(answer, int) else web.Response(body=answer)
+
+    app = web.Application()
+    app.router.add_post("/v3/{path:.*}", handle)
+    listener = Listener(app, "127.0.0.1", 0, shutdown_s=0.1)
+    await listener.start()
+    try:
+        yield listener.url
+    finally:
+        await listener.stop()
+
+
+def _pairs(**found: str) -> bytes:
+    coded = [{"key": base64.b64encode(f"{DEFAULT_PREFIX}/{k}".encode()).decode(), "value": v} for k, v in found.items()]
+    return json.dumps({"header": {"revision": "3"}, "kvs": coded}).encode()
+
+
+@pytest.mark.parametrize(
+    "answer", [500, b"", b"[]", b'{"kvs":3}', b'{"kvs":[{"key":"!"}]}', _pairs(x="!"), b"x" * (5 << 20),
+     b'{"x":' + b"[" * 100_000],
+    ids=["500", "empty", "list", "number", "bad key", "bad value", "huge", "deep"],
+)  # fmt: skip
+async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
+    async with a_fake({"kv/range": answer}) as url:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(EtcdFailed):
+                await Etcd(session, url).read("/x/")
+        async with a_router(url) as (_, router):
+            assert urls(router) == set()
+
+
+async def test_a_watch_that_stays_silent_is_ended_and_all_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.web.etcd._WATCH_QUIET_S", 0.05)
+    silent = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"result":{"created":true}}\n')
+        await silent.wait()  # as a host that has gone without a word
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v3/watch", handle)
+    listener = Listener(app, "127.0.0.1", 0, shutdown_s=0.1)
+    await listener.start()
+    try:
+        async with aiohttp.ClientSession() as session, asyncio.timeout(10):
+            assert [change async for change in Etcd(session, listener.url).changes("/x/", 1)] == []
+    finally:
+        silent.set()
+        await listener.stop()
+
+
+async def test_a_lost_etcd_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    found = base64.b64encode(b"http://127.0.0.1:9").decode()
+    answers: dict[str, Any] = {"kv/range": _pairs(**{"decode/a": found})}
+    async with a_fake(answers) as url, a_router(url) as (_, router):
+        assert urls(router) == {("http://127.0.0.1:9", "decode")}
+        answers["kv/range"] = 503
+        await until(lambda: "etcd is lost" in caplog.text)
+        assert urls(router) == {("http://127.0.0.1:9", "decode")}
+
+
+async def test_nobody_there_is_no_reason_not_to_start(caplog: pytest.LogCaptureFixture) -> None:
+    async with a_router(f"http://127.0.0.1:{_free_port()}") as (url, _):
+        assert (await post(url, BODY))[0].status == 503
+        assert "etcd does not answer yet" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:2379", "etcd://h"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="--etcd"):
+        Router([], [], FAST, etcd=url)
+
+
+async def test_a_lease_that_has_ended_is_granted_anew() -> None:
+    """etcd was restored from a backup, or the worker was stopped for longer than its lease."""
+    puts: list[str] = []
+    answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"1"}', "lease/keepalive": b'{"result":{"ID":"7"}}'}
+    async with a_fake(answers) as url:
+        registrar = EtcdRegistrar(url, "http://h:1", "both", "w", ttl_s=1)
+        put = Etcd.put
+
+        async def seen(self: Etcd, key: str, value: str, lease: str) -> None:
+            puts.append(key)
+            await put(self, key, value, lease)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Etcd, "put", seen)
+            await registrar.start()
+            await until(lambda: len(puts) >= 4)
+            await registrar.stop()
+    assert puts[:2] == [f"{DEFAULT_PREFIX}/prefill/w", f"{DEFAULT_PREFIX}/decode/w"]
+
+
+async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """etcd failed between the lease and its keys: the lease lives, and the keys have to come all the same."""
+    monkeypatch.setattr("kvferry.engines.mini.server.etcd_registration._RETRY_S", 0.01)
+    alive = b'{"result":{"ID":"7","TTL":"9"}}'
+    answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive}
+    puts: list[str] = []
+
+    async def failing_once(self: Etcd, key: str, value: str, lease: str) -> None:
+        puts.append(key)
+        if len(puts) == 1:
+            raise EtcdFailed("etcd answered 503 to kv/put")
+
+    monkeypatch.setattr(Etcd, "put", failing_once)
+    async with a_fake(answers) as url:
+        registrar = EtcdRegistrar(url, "http://h:1", "decode", "w")
+        await registrar.start()
+        try:
+            await until(lambda: len(puts) == 2)
+        finally:
+            await registrar.stop()

@@ -1,0 +1,53 @@
+"""The reference pages name what the code has."""
+
+import re
+from pathlib import Path
+
+from aiohttp import web
+
+from kvferry.engines.mini.server.metrics import WorkerMetrics
+from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
+from kvferry.router.app import Router
+from kvferry.router.observe.metrics import RouterMetrics
+from kvferry.web.records import Served
+from tests.harness.scripted_engine import a_server
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def _paths(app: web.Application) -> set[str]:
+    return {resource.canonical for resource in app.router.resources()}
+
+
+def test_every_endpoint_is_in_the_page() -> None:
+    page = (REFERENCE / "http.md").read_text()
+    router = Router([], ["http://127.0.0.1:1"])
+    for path in _paths(a_server().app) | _paths(router.app):
+        assert f"{path}`" in page, path
+
+
+def test_every_field_is_in_the_page() -> None:
+    page = (REFERENCE / "http.md").read_text()
+    fields = {*CompletionBody.__struct_fields__, *ChatBody.__struct_fields__, *Served.__struct_fields__} - {"model"}
+    missing = {field for field in fields if f"`{field}" not in page}
+    assert not missing
+
+
+def test_every_error_code_is_in_the_page() -> None:
+    page = (REFERENCE / "http.md").read_text()
+    source = Path(__file__).parents[2] / "src" / "kvferry"
+    files = [
+        *(source / "http").glob("*.py"),
+        *(source / "router").glob("*.py"),
+        *(source / "engines").rglob("server/*.py"),
+    ]
+    codes = {code for file in files for code in re.findall(r'code="(\w+)"', file.read_text())}
+    assert len(codes) > 10
+    assert not {code for code in codes if f"`{code}`" not in page}
+
+
+def test_every_metric_is_in_the_page() -> None:
+    page = (REFERENCE / "metrics.md").read_text()
+    names = {family.name for metrics in (WorkerMetrics(), RouterMetrics()) for family in metrics._registry.collect()}
+    assert len(names) > 15
+    assert not {name for name in names if f"`{name}`" not in page}
