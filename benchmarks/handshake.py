@@ -1,4 +1,4 @@
-"""kvferry bench handshake: what it costs one engine to meet 1, 10, 100, 1,000 others.
+"""python -m benchmarks.handshake: what it costs one engine to meet 1, 10, 100, 1,000 others.
 
 Simulated peers: each is a whole other side (facts, payload with the layout of a rank of 32 layers, its own verdict and
 pairing) in this process. `ms_per_pair` is both sides' work for one pair, without a socket, and `cpu_ms_per_pair` what
@@ -11,10 +11,12 @@ import argparse
 import gc
 import json
 import logging
+import sys
 import time
 import tracemalloc
 from dataclasses import dataclass, replace
 
+from benchmarks.command import main
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.environment import environment
 from kvferry.errors import FerryError
@@ -195,3 +197,7 @@ def _side(name: str, role: Role) -> LocalSide:
     )
     hello = Hello(engine=name, incarnation="1", role=role, ranks=ranks, host="127.0.0.1", port=1)
     return LocalSide(Facts.from_engine(replace(_DESCRIPTION, role=role)), hello, make_fit(layouts, role))
+
+
+if __name__ == "__main__":
+    sys.exit(main("handshake", add_arguments, run))

@@ -1,4 +1,4 @@
-"""kvferry bench spec: what speculation is worth alone, under prefill/decode, and there without the back-off.
+"""python -m benchmarks.spec: what speculation is worth alone, under prefill/decode, and there without the back-off.
 
 The table of the published repair (shared rule R35): with the back-off, acceptance at every position is that of one
 engine alone; without it nearly all drafts are rejected, and the text is right all the same. Answers of the three
@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.command import main
 from kvferry.cli.main import ExitCode
 from kvferry.errors import ConfigError, FerryError
 from kvferry.settings import TransferMode
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> ExitCode:
                 print(UNSAFE, file=sys.stderr, flush=True)
             result, tokens = measure(args, method, serving)
             expected = expected or _plain(args)
-            # Behind drafts that are drawn only the distribution is the same: see tests/engines/mini/speculation/test_rejection.py.
+            # Drafts that are sampled change the tokens but not their distribution: test_rejection.py shows it.
             right &= tokens == expected or (args.temperature > 0 and args.draft_sample_method == "probabilistic")
             _show(result, as_json=args.json)
     if not right:
@@ -80,9 +81,8 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
     """One line of the table, and the answers."""
-    from tests.harness.serving import Alone, Pair, Serving
-
     from kvferry.engines.mini.speculation.settings import SpeculationSettings
+    from tests.harness.serving import Alone, Pair, Serving
 
     spec = SpeculationSettings(
         method=method,
@@ -181,3 +181,7 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
         f"{result['acceptance_length']:>8.3f}{result['tok_s']:>8,.0f}{result['tpot_ms']:>10.2f}  {rates}",
         flush=True,
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main("spec", add_arguments, run))

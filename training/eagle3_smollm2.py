@@ -41,7 +41,7 @@ STEPS = 3
 FADE = 0.8
 """A step weighs so much less than the one before: its draft counts only where those before it stood."""
 HELD_OUT = "argparse.py"
-"""`kvferry bench spec` takes its prompts from it."""
+"""`python -m benchmarks.spec` takes its prompts from it."""
 QUESTIONS = (
     "What is {} in Python?",
     "Explain {} in a few sentences.",

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.router`: what a router costs, beside other routers."""

@@ -1,4 +1,4 @@
-"""kvferry bench router: what a router costs, beside others, in front of the same scripted workers.
+"""python -m benchmarks.router: what a router costs, beside others, in front of the same scripted workers.
 
 One process of scripted workers, one client (this process), one router at a time on a core of its own; each client
 request is a whole dispatch: prefill, then decode (or both at once in push mode), and the workers' counters are checked
@@ -30,14 +30,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+
+from benchmarks.command import main
 from benchmarks.router.alone import Added, Way, turns
 from benchmarks.router.fleet import Counters, Script
 from benchmarks.router.load import Client, Target, closed_loop, open_loop, percentile, request_bytes
-from benchmarks.router.routers import ROUTERS, Running, cpu_s, install_rivals, pin, running, start_fleet
-
+from benchmarks.router.routers import ROUTERS, Running, cpu_s, install_rivals, running, start_fleet
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.environment import environment
 from kvferry.errors import ConfigError, FerryError
+from tests.harness.cores import pin
 
 __all__ = ["QUICK_ARGS", "add_arguments", "run"]
 
@@ -103,7 +105,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     ):
         raise ConfigError(
             f"--routers {','.join(args.routers)!r} --rounds {args.rounds!r} --seconds {args.seconds!r}: give routers "
-            "that `kvferry bench router --help` names, and numbers above 0 (--chunks: above 1)"
+            "that `python -m benchmarks.router --help` names, and numbers above 0 (--chunks: above 1)"
         )
     if any(router.rival for router in chosen):
         install_rivals(args.rivals)
@@ -332,3 +334,7 @@ def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
             )
     if args.json:
         print(json.dumps({"bench": "router", "environment": environment()}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main("router", add_arguments, run))

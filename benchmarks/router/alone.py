@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.router.load import Client, Target, percentile
-
 from kvferry.errors import FerryError
 
 __all__ = ["Added", "Way", "turns"]

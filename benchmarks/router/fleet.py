@@ -1,4 +1,4 @@
-"""Scripted workers for `bench router`: as cheap as Python allows, so that the router is what is measured.
+"""Scripted workers for `benchmarks.router`: as cheap as Python allows, so that the router is what is measured.
 
 A process of its own (`python -m benchmarks.router.fleet --ready-file FILE`). It has four workers: prefill and
 decode of a pull fleet, and of a push fleet. Their script is set by POST /script, their counters are read by GET

@@ -1,4 +1,4 @@
-"""The client of `bench router`: hand-made HTTP/1.1 over asyncio, so that it costs less than any router."""
+"""The client of `benchmarks.router`: hand-made HTTP/1.1 over asyncio, so that it costs less than any router."""
 
 import asyncio
 import re

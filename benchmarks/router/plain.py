@@ -1,4 +1,4 @@
-"""The router that `bench router` compares with: prefill, then decode, bytes passed on, in plain aiohttp.
+"""The router that `benchmarks.router` compares with: prefill, then decode, bytes passed on, in plain aiohttp.
 
 It checks nothing, counts nothing, retries nothing and knows no pairs: what remains is the price of aiohttp.
 """

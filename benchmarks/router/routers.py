@@ -1,4 +1,4 @@
-"""The routers that `bench router` starts, each as a process of its own, and the processor time that they take."""
+"""The routers that `benchmarks.router` starts, each as a process of its own, and the processor time that they take."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ import msgspec
 from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from kvferry.errors import FerryError
 
-__all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "pin", "running", "start_fleet"]
+__all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "running", "start_fleet"]
 
 RIVALS = ("vllm-router==0.1.17", "smg==1.13.0")
 _START_S = 60.0
@@ -91,7 +91,7 @@ def install_rivals(folder: Path) -> None:
     stamp = folder / "installed.txt"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
-    print(f"bench router: installing {' '.join(RIVALS)} into {folder} ...", file=sys.stderr, flush=True)
+    print(f"benchmarks.router: installing {' '.join(RIVALS)} into {folder} ...", file=sys.stderr, flush=True)
     venv.create(folder, with_pip=True, clear=True)
     command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run([*command, *RIVALS], capture_output=True, text=True, check=False)
@@ -185,10 +185,3 @@ def cpu_s(pid: int) -> float:
         wanted |= more
         grown = bool(more)
     return sum(ticks.get(one, 0) for one in wanted) / _TICKS
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    """Let a process, and each of its threads, run on these cores only."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(int(task.name), cores)

@@ -1,4 +1,4 @@
-"""`kvferry bench router`: the scripted workers keep to their script, and a router that cheats is told."""
+"""`python -m benchmarks.router`: the scripted workers keep to their script, and a router that cheats is told."""
 
 import asyncio
 import json
@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.router import __main__
+
+from benchmarks.command import main
+from benchmarks.router import __main__ as benchmark
 from benchmarks.router.alone import Added, Way, turns
 from benchmarks.router.fleet import Counters, Script, _Connection, _Fleet
 from benchmarks.router.load import Client, Target, closed_loop, open_loop, percentile, request_bytes
 from benchmarks.router.routers import ROUTERS, Router, install_rivals
-
-from kvferry.cli.main import ExitCode, main
+from kvferry.cli.main import ExitCode
 from kvferry.errors import ConfigError, FerryError
 
 PULLED = {"remote_block_ids": [[1]], "transfer_mode": "pull"}
@@ -113,7 +114,7 @@ def test_percentiles() -> None:
 
 
 def test_a_router_that_does_not_do_the_work_is_told() -> None:
-    turn: Any = object.__new__(__main__._Turn)
+    turn: Any = object.__new__(benchmark._Turn)
     turn._name, turn._mode = "cheat", "pull"
     turn._check([200, 200], Counters(), Counters(prefill=2, pull=2))
     for statuses, after in (([200, 200], Counters(prefill=2, alone=2)), ([200, 503], Counters(prefill=2, pull=2))):
@@ -123,8 +124,8 @@ def test_a_router_that_does_not_do_the_work_is_told() -> None:
 
 def test_unknown_routers_and_empty_loads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--routers", "nginx"], ["--rounds", "0"], ["--clients", "0"]):
-        assert main(["bench", "router", *arguments]) == ExitCode.ERROR
-    assert "kvferry bench router --help" in capsys.readouterr().err
+        assert main("router", benchmark.add_arguments, benchmark.run, arguments) == ExitCode.ERROR
+    assert "python -m benchmarks.router --help" in capsys.readouterr().err
 
 
 def test_rivals_are_installed_once_and_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,10 @@ def test_one_short_run_of_the_real_thing(capsys: pytest.CaptureFixture[str]) -> 
     quick = ["--rounds", "1", "--seconds", "0.2", "--streams", "8", "--chunks", "4", "--step-ms", "2", "--clients", "4",
              "--turns", "10"]  # fmt: skip
     cores = os.sched_getaffinity(0)
-    assert main(["bench", "router", "--routers", "kvferry,plain", "--json", *quick]) == ExitCode.OK
+    assert (
+        main("router", benchmark.add_arguments, benchmark.run, ["--routers", "kvferry,plain", "--json", *quick])
+        == ExitCode.OK
+    )
     assert os.sched_getaffinity(0) == cores, "it shares out cores, and gives them back"
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["router"], one["mode"]) for one in lines[:-1]] == [

@@ -1,11 +1,12 @@
-"""`kvferry bench spec`: one object a line with the promised keys, and an answer that differs is told."""
+"""`python -m benchmarks.spec`: one object a line with the promised keys, and an answer that differs is told."""
 
 import json
 
 import pytest
-from benchmarks import spec
 
-from kvferry.cli.main import ExitCode, main
+from benchmarks import spec
+from benchmarks.command import main
+from kvferry.cli.main import ExitCode
 
 pytestmark = pytest.mark.engine
 QUICK = ["--requests", "2", "--new-tokens", "12", "--prompt-tokens", "24"]
@@ -15,7 +16,7 @@ KEYS = {
 
 
 def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "spec", "--json", *QUICK]) == ExitCode.OK
+    assert main("spec", spec.add_arguments, spec.run, ["--json", *QUICK]) == ExitCode.OK
     told = capsys.readouterr()
     rows = [json.loads(line) for line in told.out.splitlines()]
     assert [(row["serving"], row["method"]) for row in rows] == [

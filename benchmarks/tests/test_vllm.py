@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from benchmarks.vllm import __main__, peer
-from benchmarks.vllm.measures import Fleet, grant_cores, waiting_cores
 
+from benchmarks.vllm import __main__
+from benchmarks.vllm.measures import Fleet, grant_cores, waiting_cores
 from kvferry.errors import ConfigError, FerryError
+from tests.harness import vllm_peer
 from tests.harness.vllm_client import ask, decode_first_params, prefill_params, serve_pair
 from tests.harness.vllm_models import GEMMA, KV_HEAVY, make_eagle, make_model
 from tests.harness.vllm_servers import VllmServer, VllmSpec, free_port, kv_transfer_config
@@ -201,7 +202,7 @@ def test_stalls_are_taken_from_the_peer_only(tmp_path: Path) -> None:
         "def nixlAgent(name, config):\n    return config.pthrDelay\n"
     )
     (api / "_api.py").write_text("from nixl_cu12 import _bindings as nixlBind\nother = 1\n")
-    site = peer.write_sitecustomize(tmp_path / "site", "neutralise")
+    site = vllm_peer.write_sitecustomize(tmp_path / "site", "neutralise")
     code = (
         "import os, time\nbegun = time.perf_counter(); os.sched_yield(); print(time.perf_counter() - begun > 4e-5)\n"
         "before = os.sched_getaffinity(0); os.sched_setaffinity(0, [min(before)])\n"

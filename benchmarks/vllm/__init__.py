@@ -1,0 +1,1 @@
+"""`python -m benchmarks.vllm`: kvferry in vLLM, beside the connectors that vLLM has."""

@@ -1,10 +1,10 @@
-"""`kvferry bench vllm`: kvferry beside the connector that vLLM has, in one run, in turn, as ratios kvferry / built-in.
+"""`python -m benchmarks.vllm`: kvferry beside the connector that vLLM has, in one run, in turn, as ratios of the two.
 
 Both connectors serve the same model from the same vLLM at the same time, each with a prefill and a decode worker; every
 request goes to one, then to the other. Three ways: pull, push after prefill, push with decode first. The built-in
 connector stalls on few cores for reasons that have nothing to do with handing over; they are taken from it (see
-bench_vllm_peer), and `--stock` shows the figures with them. Of kvferry nothing is taken but vLLM's own spinning on
-sched_yield, which is taken from both.
+tests/harness/vllm_peer.py), and `--stock` shows the figures with them. Of kvferry nothing is taken but vLLM's
+own spinning on sched_yield, which is taken from both.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import main
 from benchmarks.vllm.measures import (
     Fleet,
     Sample,
@@ -32,12 +33,11 @@ from benchmarks.vllm.measures import (
     throughput,
     waiting_cores,
 )
+from kvferry.cli.main import ExitCode
+from kvferry.errors import ConfigError, FerryError
 from tests.harness.vllm_models import KV_HEAVY, make_model
 from tests.harness.vllm_servers import base_environment
 from tests.harness.vllm_zygote import Zygote
-
-from kvferry.cli.main import ExitCode
-from kvferry.errors import ConfigError, FerryError
 
 __all__ = ["MEASURES", "QUICK_ARGS", "add_arguments", "run"]
 
@@ -316,3 +316,7 @@ def _times(ratio: float | None) -> str:
 
 def _tell(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main("vllm", add_arguments, run))

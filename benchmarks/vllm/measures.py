@@ -1,4 +1,4 @@
-"""What `kvferry bench vllm` measures, on pairs of servers that run side by side: each takes turns, A B A B.
+"""What `python -m benchmarks.vllm` measures, on pairs of servers that run side by side: each takes turns, A B A B.
 
 A `Fleet` is one model and one transfer mode: for each connector a prefill and a decode worker. Everything here returns
 plain numbers; rows and ratios are made by the caller.
@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from kvferry.errors import FerryError
 from tests.harness.vllm_client import Served, ask, decode_first_params, prefill_params, serve_pair
 from tests.harness.vllm_servers import VllmServer, VllmSpec
 from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
-
-from kvferry.errors import FerryError
 
 __all__ = [
     "Fleet",

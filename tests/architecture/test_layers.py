@@ -22,26 +22,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": GROUND,
     "wire": GROUND | {"layout"},
     "handshake": GROUND | {"layout", "wire"},
-    "http": GROUND | {"wire"},
+    "web": GROUND | {"wire"},
     "transport": GROUND | {"layout"},
     "sidechannel": GROUND | {"wire", "handshake"},
     "handoff": GROUND | {"layout", "wire", "handshake", "transport"},
     "connector": GROUND | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport"},
-    "engines": GROUND | {"layout", "wire", "handshake", "connector", "http"},
-    "router": GROUND | {"wire", "handshake", "http"},
+    "engines": GROUND | {"layout", "wire", "handshake", "connector", "web"},
+    "router": GROUND | {"wire", "handshake", "web"},
     "testing": GROUND | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector"},
     "cli": GROUND
-    | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector", "engines", "router", "http"}
+    | {"layout", "wire", "handshake", "sidechannel", "handoff", "transport", "connector", "engines", "router", "web"}
     | {"testing"},
 }
 THIRD_PARTY_HOMES = {
     "numpy": {"layout", "handoff", "transport", "testing", "engines", "wire", "cli", "connector"},
-    "msgspec": {"wire", "handshake", "settings", "cli", "router", "layout", "engines", "connector", "http"},
+    "msgspec": {"wire", "handshake", "settings", "cli", "router", "layout", "engines", "connector", "web"},
     "zmq": {"sidechannel", "cli"},
     "torch": {"engines", "transport", "cli"},
     "nixl": {"transport", "cli"},
     "mooncake": {"transport"},
-    "aiohttp": {"engines", "router", "cli", "http"},
+    "aiohttp": {"engines", "router", "cli", "web"},
     "httptools": {"router"},
     "prometheus_client": {"engines", "router"},
     "opentelemetry": {"router"},

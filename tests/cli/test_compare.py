@@ -230,18 +230,3 @@ def test_doctor_of_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0]["verdict"] == "compatible"
     assert lines[-1] == {"pairs": 1, "refused": 0, "unreachable": 1, "shared_ids": [], "exit": 4}
-
-
-def test_bench_handshake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "handshake", "--peers", "1,3", "--json"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["peers"] for line in lines[:-1]] == [1, 3]
-    assert all(line["ms_per_pair"] > 0 for line in lines[:-1])
-    assert all(0 < line["bytes_per_peer"] < 1024 for line in lines[:-1])
-
-
-@pytest.mark.parametrize("peers", ["", "0", "-3", "a,b", "1,,2", "1.5"])
-def test_bench_handshake_of_no_number(peers: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bench", "handshake", f"--peers={peers}"])
-    assert "not a list of numbers from 1 on" in capsys.readouterr().err

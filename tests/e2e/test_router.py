@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from benchmarks.router.routers import pin
 
 from tests.harness.client import Stream, complete, eventually, get, metrics, post
+from tests.harness.cores import pin
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
 

@@ -1,4 +1,4 @@
-"""Serving for `kvferry bench spec`: one engine alone, or a prefill and a decode engine, all in this process.
+"""Serving for `python -m benchmarks.spec`: one engine alone, or a prefill and a decode engine, all in this process.
 
 The pair is two whole workers: they shake hands over the side channel, and KV goes by the configured transport.
 """

@@ -23,7 +23,7 @@ from kvferry.errors import FerryError
 __all__ = ["PATCH_VARIABLE", "Forked", "Zygote", "main"]
 
 PATCH_VARIABLE = "KVFERRY_BENCH_PATCH"
-"""The function of bench_vllm_peer that a forked server calls before anything else."""
+"""The function of vllm_peer that a forked server calls before anything else."""
 _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor",
             "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.llama")  # fmt: skip
 
@@ -147,9 +147,9 @@ def _become(told: dict[str, Any]) -> None:
         os.environ.update(told["env"])
         patch = told["env"].get(PATCH_VARIABLE)
         if patch:
-            from benchmarks.vllm import peer
+            from tests.harness import vllm_peer
 
-            getattr(peer, patch)()
+            getattr(vllm_peer, patch)()
         sys.argv = ["api_server.py", *told["argv"]]
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from enum import IntEnum
+from types import ModuleType
 
 from kvferry import __version__
 from kvferry.errors import FerryError, IncompatiblePeer, PeerLost
@@ -42,8 +43,13 @@ COMMANDS = {
     "plan": "what would be copied between two layouts",
     "key": "make the key that engines share",
     "sim": "simulated hand-offs with faults, from a seed",
-    "bench": "measure: engine, transfer, plan, handshake, handoff, router, vllm",
+    "bench": "measure: engine, transfer, plan, handoff, calibrate",
 }
+
+
+def _module(command: str) -> ModuleType:
+    """The module of a command. `bench` is a package, and its module is `bench.command`."""
+    return importlib.import_module("kvferry.cli.bench.command" if command == "bench" else f"kvferry.cli.{command}")
 
 
 def _parser(name: str | None) -> argparse.ArgumentParser:
@@ -55,7 +61,7 @@ def _parser(name: str | None) -> argparse.ArgumentParser:
         sub = commands.add_parser(command, help=summary, description=summary)
         sub.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         if command == name:
-            importlib.import_module(f"kvferry.cli.{command}").add_arguments(sub)
+            _module(command).add_arguments(sub)
     return parser
 
 
@@ -70,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         stream=sys.stderr,
     )
     try:
-        return int(importlib.import_module(f"kvferry.cli.{args.command}").run(args))
+        return int(_module(args.command).run(args))
     except FerryError as error:
         if args.verbose:
             raise

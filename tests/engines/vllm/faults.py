@@ -337,7 +337,7 @@ row("push-pull", "P pushes, D pulls")(_misfit("push", {}, {}, "pull"))
 row("pull-eagle", "pull: a drafter (eagle) on D only")(_misfit("pull", {}, {"speculation": _EAGLE}))
 
 
-# Latent caches. With the default rope one server of this vLLM alone is wrong already: see tests/engines/vllm/mla_alone.py.
+# Latent caches. With the default rope one vLLM server alone is wrong: tests/engines/vllm/mla_alone.py.
 
 _CPU_MLA = {"flags": ("--attention-backend", "CPU_MLA"), "max_tokens": 1024}
 _STATES = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}

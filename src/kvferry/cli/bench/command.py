@@ -1,6 +1,6 @@
 """kvferry bench NAME: each benchmark is a module of its own; `all` runs the quick form of each, one process each.
 
-A benchmark is a module kvferry.cli.bench_NAME with add_arguments(parser), which has a `--json` flag, and run(args). A
+A benchmark is a module of this package with add_arguments(parser), which has a `--json` flag, and run(args). A
 tuple QUICK_ARGS, if it has one, is what `all` adds to its arguments.
 """
 
@@ -16,20 +16,16 @@ from kvferry.cli.support.environment import environment
 
 __all__ = ["BENCHMARKS", "add_arguments", "run"]
 
-SUMMARY = "measure: engine, transfer, plan, handshake, handoff, spec, router, vllm"
+SUMMARY = "measure: engine, transfer, plan, handoff, calibrate"
 BENCHMARKS = {
     "engine": "tokens a second of the embedded engine, beside transformers",
     "transfer": "GB/s of direct, staged and chosen transfers, beside one long one and memcpy",
     "plan": "nanoseconds and bytes a run of the planner",
-    "handshake": "time and refusals of handshakes",
     "handoff": "what a hand-off costs beside one engine alone",
-    "spec": "what drafts are worth: alone, under prefill/decode, and there without the back-off",
-    "router": "what a router costs a request, beside other routers",
-    "vllm": "kvferry in vLLM, beside the connector that vLLM has (needs vLLM)",
     "calibrate": "measure this machine once, so that direct or staged is chosen well",
 }
 ALL = "all"
-_NOT_IN_ALL = {"calibrate", "vllm"}
+_NOT_IN_ALL = {"calibrate"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +48,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """Import the benchmark and run it with the rest of the arguments."""
     if args.name == ALL:
         return _run_all(args.rest)
-    module = importlib.import_module(f"kvferry.cli.bench_{args.name}")
+    module = importlib.import_module(f"kvferry.cli.bench.{args.name}")
     parser = argparse.ArgumentParser(prog=f"kvferry bench {args.name}", description=BENCHMARKS[args.name])
     module.add_arguments(parser)
     return ExitCode(module.run(parser.parse_args(args.rest)))
@@ -82,7 +78,7 @@ def _run_all(rest: list[str]) -> ExitCode:
 
 def _run_one(name: str) -> tuple[int, list[object]]:
     try:
-        module = importlib.import_module(f"kvferry.cli.bench_{name}")
+        module = importlib.import_module(f"kvferry.cli.bench.{name}")
     except ImportError as error:
         print(f"kvferry bench {name}: {error}", file=sys.stderr)
         return ExitCode.ERROR, []

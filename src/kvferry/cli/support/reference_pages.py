@@ -1,4 +1,4 @@
-"""The reference pages that are made from code: `make docs`, or `python -m kvferry.cli.support.reference_pages [--out DIR] [--check]`.
+"""The reference pages that are made from code: `make docs` writes them.
 
 compatibility.md from the table of facts, settings.md from the settings classes. A test holds the committed pages to it.
 """

@@ -27,6 +27,7 @@ from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.compute.sampling import Chosen, Row, choose, uniform
+from kvferry.engines.mini.drafting import Note, Speculation
 from kvferry.engines.mini.models.cache_spec import ShareInput, StepInput
 from kvferry.engines.mini.models.loading import ModelCard
 from kvferry.engines.mini.models.tokenizer import Detokenizer
@@ -40,7 +41,6 @@ from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.engines.mini.scheduling.scheduler import Scheduler, Share, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
-from kvferry.engines.mini.speculation.coordinator import Note, Speculation
 from kvferry.engines.mini.speculation.drafter_info import DrafterCard
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.engines.mini.speculation.rejection import verify

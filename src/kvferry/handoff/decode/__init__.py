@@ -1,0 +1,1 @@
+"""The decode side of hand-offs: the state machine, its receives, and the messages it sends."""

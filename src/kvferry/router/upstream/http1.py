@@ -1,7 +1,8 @@
 """The router's connections to workers: HTTP/1.1, one request at a time on each, kept for the next one.
 
 Hand-made, because it is half of what a request costs: a request through aiohttp's client takes about 150 us of
-processor time, here about 50 (`kvferry bench router`). aiohttp remains the server, and the client for everything rare.
+processor time, here about 50 (`python -m benchmarks.router`). aiohttp remains the server, and the client for everything
+rare.
 
 Life of a connection: IDLE (in the pool) -> BUSY (a request was sent; its answer is read by one task) -> IDLE again if
 the answer was read whole and the worker keeps the connection, else closed. Closing it aborts the request there.

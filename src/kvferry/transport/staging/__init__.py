@@ -1,0 +1,1 @@
+"""Staged transfers: short runs are packed into one long buffer, moved, and unpacked."""

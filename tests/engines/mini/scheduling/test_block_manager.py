@@ -167,7 +167,10 @@ def test_hashes_chain_and_are_the_same_everywhere() -> None:
     coarse: list[BlockHash] = []
     chain_hashes(coarse, [1, 2, 3, 4], 4)
     assert coarse[0] not in known
-    code = "from kvferry.engines.mini.scheduling.block_manager import chain_hashes as c; k=[]; c(k,[1,2,3,4,5,6],2); print(k[-1].hex())"
+    code = (
+        "from kvferry.engines.mini.scheduling.block_manager import chain_hashes as c; "
+        "k=[]; c(k,[1,2,3,4,5,6],2); print(k[-1].hex())"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == known[-1].hex()
 

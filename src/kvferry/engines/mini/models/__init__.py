@@ -1,0 +1,1 @@
+"""Models: configuration, weights, tokenizers, and the families that build a network."""

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 BUNDLED = ("byte-mtp", "byte-mtp-window", "byte-mtp-hybrid", "eagle3-smollm2")
-"""Models that come with kvferry: see models_data/README.md."""
+"""The models of the distribution kvferry-models."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -78,7 +78,7 @@ def find_model(name: str) -> Path:
 
         return converted(path)
     if name in BUNDLED:
-        return Path(__file__).parents[3] / "models_data" / name
+        return _bundled_directory(name)
     if name == "smollm2":
         from kvferry.engines.mini.models.gguf.conversion import converted
 
@@ -92,6 +92,18 @@ def find_model(name: str) -> Path:
     raise UnknownModel(
         f"there is no model at {name!r}. Give a Hugging Face directory (config.json and safetensors), a .gguf file, "
         "'smollm2' for the small model that comes with kvferry's demo, or 'byte-mtp', a smaller one with MTP modules."
+    )
+
+
+def _bundled_directory(name: str) -> Path:
+    """The directory of a model of the distribution kvferry-models. Raises UnknownModel with how to install it."""
+    spec = importlib.util.find_spec("kvferry_models")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (Path(folder) / name).is_dir():
+            return Path(folder) / name
+    raise UnknownModel(
+        f"model {name!r} needs the package kvferry-models, which is not installed: pip install 'kvferry[models]', "
+        "or, in a checkout, pip install ./models"
     )
 
 

@@ -1,4 +1,4 @@
-"""How many drafts stood, by their position. Counted by the engine, shown in metrics and by `kvferry bench spec`."""
+"""How many drafts were accepted, by position. Counted by the engine; shown in metrics and by `benchmarks.spec`."""
 
 from dataclasses import dataclass
 

@@ -67,7 +67,7 @@ class SpeculationSettings:
     drafter's cache: right text, fewer accepted drafts."""
 
     unsafe_without_backoff: bool = False
-    """UNSAFE, for `kvferry bench spec` alone, and a model of the published fault, not its code. Two things: prefill
+    """UNSAFE, for `python -m benchmarks.spec` alone, a model of the published fault, not its code. Two things: prefill
     hands over the whole prompt, with unverified drafts in the last slots of its modules; and decode's drafter pairs
     hidden states with tokens that are back-off places too early, for the whole answer (a back-off of 0: it changes
     nothing). The text stays right; nearly all drafts are rejected. A warning is logged."""

@@ -185,8 +185,9 @@ def _on_cpu(config: Any) -> bool:
 
 
 def _warn_of_rope(config: Any) -> None:
-    """Seen in vLLM 0.32, without any connector (tests/engines/vllm/mla_alone.py): with `rope_type` default, one step's answer
-    depends on how many tokens it computes. Its kernel takes queries of [tokens, heads, size] for [tokens, size].
+    """Seen in vLLM 0.32, without any connector (tests/engines/vllm/mla_alone.py): with `rope_type` default, one
+    step's answer depends on how many tokens it computes. Its kernel takes queries of [tokens, heads, size] for
+    [tokens, size].
     """
     text = config.model_config.hf_text_config
     told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}

@@ -33,7 +33,7 @@ def write_sitecustomize(directory: Path, function: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).parents[2]
     (directory / "sitecustomize.py").write_text(
-        f"import sys\nsys.path.append({str(source)!r})\nfrom benchmarks.vllm.peer import {function}\n{function}()\n"
+        f"import sys\nsys.path.append({str(source)!r})\nfrom tests.harness.vllm_peer import {function}\n{function}()\n"
     )
     return directory
 

@@ -66,7 +66,7 @@ class Speculation:
             logger.warning(
                 "UNSAFE: speculation.unsafe_without_backoff is on: prefill hands over the whole prompt with unverified "
                 "drafts in the drafter's cache, and decode's drafter reads tokens %d places off; answers stay right, "
-                "and nearly all drafts are rejected. For `kvferry bench spec` alone: take it away to serve",
+                "and nearly all drafts are rejected. For `python -m benchmarks.spec` alone: take it away to serve",
                 prefill_backoff(mamba=False, lookahead=card.speculative.num_prefill_lookahead_tokens),
             )
         self._text = None if card.config is not None else _text_drafter(card)
