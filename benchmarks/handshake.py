@@ -24,7 +24,7 @@ from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.exchange import LocalSide, ask
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.layout.builders import block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role, SideChannelSettings, TransferMode
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _measure(num_peers: int) -> Row:
     local = _side("decode", Role.DECODE)
     peers = [_side(f"prefill-{index}", Role.PREFILL) for index in range(num_peers)]
-    _meet(Desk(local, max_peers=num_peers), peers[:1])  # what is made once
+    _meet(Handshaker(local, max_peers=num_peers), peers[:1])  # what is made once
     begin_s, cpu_begin_s = time.perf_counter(), time.process_time()
-    _meet(Desk(local, max_peers=num_peers), peers)
+    _meet(Handshaker(local, max_peers=num_peers), peers)
     ms_per_pair = 1000 * (time.perf_counter() - begin_s) / num_peers
     cpu_ms_per_pair = 1000 * (time.process_time() - cpu_begin_s) / num_peers
     return Row(
@@ -103,9 +103,9 @@ def _measure(num_peers: int) -> Row:
     )
 
 
-def _meet(desk: Desk, peers: list[LocalSide]) -> None:
+def _meet(desk: Handshaker, peers: list[LocalSide]) -> None:
     """The desk asks every peer, and every peer answers from a desk of its own."""
-    desks = {peer.engine: Desk(peer) for peer in peers}
+    desks = {peer.engine: Handshaker(peer) for peer in peers}
     for peer in peers:
         desk.want(peer.engine, None, "127.0.0.1", 1, 0.0)
     for (engine, other), question in zip(desks.items(), desk.take_asks(), strict=True):
@@ -118,7 +118,7 @@ def _meet(desk: Desk, peers: list[LocalSide]) -> None:
 def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
     """Bytes that a desk holds for each peer when its payloads were handed on."""
     questions = [ask(peer) for peer in peers]
-    desk = Desk(local, max_peers=len(peers))
+    desk = Handshaker(local, max_peers=len(peers))
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -134,7 +134,7 @@ def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
 
 def _over_side_channel(local: LocalSide, peers: list[LocalSide]) -> float:
     """All peers ask one listener, many at a time."""
-    desk = Desk(local, max_peers=len(peers))
+    desk = Handshaker(local, max_peers=len(peers))
     settings = SideChannelSettings(max_handshakes_per_s=1e9, timeout_s=120.0)
     server = SideChannelServer(settings, lambda body, address: desk.answer(body, address, 0.0))
     client = SideChannelClient(settings)

@@ -22,7 +22,7 @@ import zmq
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.exchange import LocalSide, ask
 from kvferry.handshake.fit import make_fit
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.ids import EngineId
 from kvferry.layout.builders import block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
@@ -158,7 +158,7 @@ Target = Callable[[bytes], str]
 
 
 def _envelope_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     good = [ask(engine("d0", Role.DECODE), protocol) for protocol in HISTORY]
 
     def answer(bad: bytes) -> str:
@@ -171,7 +171,7 @@ def _envelope_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
 
 def _payload_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     asked = {protocol: decode_envelope(ask(engine("d0", Role.DECODE), protocol)) for protocol in HISTORY}
     # A range of one version makes the desk decode the payload in it.
     asked = {protocol: msgspec.structs.replace(envelope, protocol_max=protocol) for protocol, envelope in asked.items()}
@@ -188,7 +188,7 @@ def _payload_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
 
 def _reply_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    p, d = Desk(engine("p0", Role.PREFILL)), Desk(engine("d0", Role.DECODE, tp=2))
+    p, d = Handshaker(engine("p0", Role.PREFILL)), Handshaker(engine("d0", Role.DECODE, tp=2))
     good = [p.answer(ask(d.local, protocol), "x", 0.0) for protocol in HISTORY]
     now_s = [0.0]
 
@@ -326,12 +326,12 @@ def main() -> int:
         result = run(target, each, args.seed)
         sys.stdout.write(json.dumps({**result, "seconds": round(time.perf_counter() - begin_s, 1)}) + "\n")
         sys.stdout.flush()
-    desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     given = settings(max_handshakes_per_s=1e9, max_message_bytes=_LONGEST_BYTES)
     begin_s = time.perf_counter()
     with listening(answering(desk), given) as server, asking() as client:
         result = run_listener(server, args.messages - each * len(TARGETS), args.seed)
-        good = shake(Desk(engine("good", Role.DECODE)), client, "p0", server.port)
+        good = shake(Handshaker(engine("good", Role.DECODE)), client, "p0", server.port)
         stats = msgspec.to_builtins(server.stats())
     result |= {"good_peer_afterwards": str(good), "seconds": round(time.perf_counter() - begin_s, 1), **stats}
     sys.stdout.write(json.dumps(result) + "\n")

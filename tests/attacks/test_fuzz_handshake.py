@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.settings import Role
 from tests.attacks.fuzz import TARGETS, engine, run, run_listener
 from tests.harness.sidechannels import answering, asking, listening, settings, shake
@@ -33,11 +33,11 @@ def test_fuzzed(target: str) -> None:  # R8 R20
 
 
 def test_a_live_listener_survives_and_answers_a_good_peer() -> None:  # R8
-    desk = Desk(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     given = settings(max_handshakes_per_s=1e9, max_message_bytes=1 << 18)
     with listening(answering(desk), given) as server, asking() as client:
         run_listener(server, NUM_EACH, SEED)
-        assert shake(Desk(engine("good", Role.DECODE)), client, "p0", server.port) == "accepted"
+        assert shake(Handshaker(engine("good", Role.DECODE)), client, "p0", server.port) == "accepted"
         stats = server.stats()
     assert stats.failed == 0
     assert stats.malformed > 0

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.rendezvous import Rendezvous
-from kvferry.handoff.orders import Depart, Introduce
+from kvferry.handoff.orders import PeerAccepted, PeerGone
 from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
@@ -29,10 +29,10 @@ class End:
         )
         self.rendezvous.start(side(engine, incarnation, role))
 
-    def _introduce(self, peer: Introduce) -> None:
+    def _introduce(self, peer: PeerAccepted) -> None:
         self.told.append(f"+{peer.incarnation}")
 
-    def _depart(self, peer: Depart) -> None:
+    def _depart(self, peer: PeerGone) -> None:
         self.told.append(f"-{peer.incarnation}")
 
     def view(self, of: "End", engine: EngineId, *, named: bool = True) -> PeerView:
@@ -86,7 +86,7 @@ def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None
     p, d = world.end("p", "p1", Role.BOTH), world.end("d", "d1", Role.BOTH)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(peer: Introduce) -> None:
+    def slowly(peer: PeerAccepted) -> None:
         begun.set()
         assert go_on.wait(10.0)
         p._introduce(peer)

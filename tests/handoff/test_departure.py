@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.handoff.driver.liveness import Presence
-from kvferry.handoff.orders import Depart, StepOrders
+from kvferry.handoff.driver.liveness import Liveness
+from kvferry.handoff.orders import PeerGone, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.memory import MemoryTransport
@@ -28,10 +28,10 @@ GONE_S = 2.0
 # ---- presence
 
 
-def presence() -> tuple[Presence, list[str]]:
+def presence() -> tuple[Liveness, list[str]]:
     """One that asks every 15 s, and whom it has asked."""
     asked: list[str] = []
-    return Presence(60.0, asked.append), asked
+    return Liveness(60.0, asked.append), asked
 
 
 A, B = PeerName("a"), PeerName("b")
@@ -328,7 +328,7 @@ def test_a_peer_that_departs_is_forgotten_and_may_come_back(world: World) -> Non
     d.meet(p)
     world.hand_over(p, d, "t1")
     for one, other in ((p, d), (d, p)):
-        one.submit(StepOrders(depart=(Depart(other.engine, other.incarnation, "refused later"),)))
+        one.submit(StepOrders(depart=(PeerGone(other.engine, other.incarnation, "refused later"),)))
     until(lambda: not any(tables(p).values()) and not any(tables(d).values()), p, d)
     assert not p.lost, "who gives the order knows it"
     p.meet(d)
@@ -343,7 +343,7 @@ def test_prefill_that_forgot_us_is_reported_at_the_first_hand_off_that_finds_it_
     p.meet(d)
     d.meet(p)
     world.hand_over(p, d, "t1")
-    p.submit(StepOrders(depart=(Depart(d.engine, d.incarnation, "a test"),)))
+    p.submit(StepOrders(depart=(PeerGone(d.engine, d.incarnation, "a test"),)))
     until(lambda: p.drivers[0].stats().peers == 0, p)
     d.submit(StepOrders(want=(want("t2", p, world.mode, TARGET, 0, 12),)))
     until(lambda: bool(d.lost), d, p)

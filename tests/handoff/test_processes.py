@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.handoff.orders import Offer, StepOrders, Want
+from kvferry.handoff.orders import Fetch, Offer, StepOrders
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import Role, TransferMode
@@ -51,7 +51,7 @@ class Load:
         target = tuple(decode.free.pop() for _ in range(NUM_BLOCKS))
         self.sources[name], self.targets[name] = source, target
         self.hashes[name] = prefill.fill(source, self.number)
-        want = Want(
+        want = Fetch(
             TransferId(name),
             RequestId(name),
             prefill.engine,

@@ -10,18 +10,18 @@ import pytest
 
 from kvferry.handoff.actions import MachineLimits
 from kvferry.handoff.decode.receive import Receive, Source
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.settings import TransferMode
 from kvferry.testing.simulator import mutants
 from kvferry.wire.handoff_messages import Confirm, Renew, RenewAck
 from tests.harness.handoff_pair import DEADLINE_S, QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
-Prepare = Callable[[RankCore], None]
+Prepare = Callable[[RankProtocol], None]
 Body = Callable[[Prepare], None]
 
 
-def unchanged(core: RankCore) -> None:
+def unchanged(core: RankProtocol) -> None:
     """As it is."""
 
 
@@ -43,7 +43,7 @@ def twice(off: Prepare) -> Callable[[Body], Any]:
     return decorate
 
 
-def deaf_to_silence(core: RankCore) -> None:
+def deaf_to_silence(core: RankProtocol) -> None:
     """Nobody notices that a peer is silent."""
     original = core.decode._look_alive
 
@@ -92,7 +92,7 @@ def test_decode_aborts_after_it_registered_and_its_blocks_are_wanted(prepare: Pr
     assert prefill.report.released == {"t"}
 
 
-def lease_without_end(core: RankCore) -> None:
+def lease_without_end(core: RankProtocol) -> None:
     """A holder believes that a lease lasts for ever."""
     core.prefill._beats.held_s = lambda sent_s, ttl_s: sent_s + 1e6  # type: ignore[method-assign]
 
@@ -199,7 +199,7 @@ class _CountsAll(set[int]):
         return self.num_added
 
 
-def counts_duplicates(core: RankCore) -> None:
+def counts_duplicates(core: RankProtocol) -> None:
     """Notifications are counted, whoever they are."""
     original = core.decode._ask
 
@@ -237,7 +237,7 @@ def test_duplicate_late_and_unknown_notifications(prepare: Prepare) -> None:
     assert prefill.report.taken == {"t"}
 
 
-def whole_units_only(core: RankCore) -> None:
+def whole_units_only(core: RankProtocol) -> None:
     """Only whole blocks are moved, also at the end."""
     core.prefill._ports.unit = 16  # type: ignore[attr-defined]
     original = core.prefill._progress
@@ -265,7 +265,7 @@ def test_a_prompt_shorter_than_a_block(prepare: Prepare) -> None:
         assert pair.prefill[0].report.taken == {"t"}
 
 
-def refuses_the_unknown(core: RankCore) -> None:
+def refuses_the_unknown(core: RankProtocol) -> None:
     """A transfer that prefill does not know yet is refused."""
     core.prefill._limits = MachineLimits(max_open=0)
 
@@ -306,7 +306,7 @@ def test_a_peer_that_restarts_on_the_same_address(prepare: Prepare) -> None:
     assert [landed.transfer for landed in decode.report.landed] == ["new"]
 
 
-def never_cuts(core: RankCore) -> None:
+def never_cuts(core: RankProtocol) -> None:
     """A transfer gets all the time that it takes."""
     original = core.decode._fail
 

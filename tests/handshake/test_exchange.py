@@ -5,7 +5,7 @@ import pytest
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.exchange import Accepted, AskAgain, LocalSide, Refused, ask, busy, judge_ask, judge_reply, refuse
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.settings import Role
 from kvferry.wire.envelope import Envelope, Kind, decode_envelope, encode_envelope
 from kvferry.wire.hello import Hello
@@ -159,7 +159,7 @@ class Pair:
     """Two desks, and a wire that is a function call."""
 
     def __init__(self, p: LocalSide, d: LocalSide) -> None:
-        self.p, self.d = Desk(p), Desk(d)
+        self.p, self.d = Handshaker(p), Handshaker(d)
         self.num_asked = 0
 
     def step(self, now_s: float) -> None:
@@ -198,14 +198,14 @@ def test_a_refused_peer_costs_nothing_per_request() -> None:
 def test_a_mended_prefill_pairs_without_a_restart_of_decode() -> None:
     pair = Pair(side("p0", kv_dtype="fp8"), side("d0", role=Role.DECODE))
     assert pair.want(0.0, "i1") == "refused"
-    pair.p = Desk(side("p0", "i2"))
+    pair.p = Handshaker(side("p0", "i2"))
     assert pair.want(1.0, "i2") == "accepted"
 
 
 def test_a_mended_decode_pairs_without_a_restart_of_prefill() -> None:
     pair = Pair(side("p0"), side("d0", role=Role.DECODE, kv_dtype="fp8"))
     assert pair.want(0.0) == "refused"
-    pair.d = Desk(side("d0", "i2", role=Role.DECODE))
+    pair.d = Handshaker(side("d0", "i2", role=Role.DECODE))
     assert pair.want(0.5) == "accepted"
     assert [new.incarnation for new in pair.p.take_accepted()] == ["i2"]
 
@@ -214,7 +214,7 @@ def test_a_restart_replaces_and_the_old_one_is_gone() -> None:  # I6
     pair = Pair(side("p0"), side("d0", role=Role.DECODE))
     pair.want(0.0)
     pair.d.take_accepted()
-    pair.p = Desk(side("p0", "i2"))
+    pair.p = Handshaker(side("p0", "i2"))
     assert pair.want(1.0, "i2") == "accepted"
     assert [(gone.engine, gone.incarnation) for gone in pair.d.take_gone()] == [("p0", "i1")]
     assert [new.incarnation for new in pair.d.take_accepted()] == ["i2"]
@@ -226,16 +226,16 @@ def test_the_second_engine_of_one_id_is_told() -> None:
     second = Pair(side("p0"), side("d0", "i2", role=Role.DECODE))
     second.p = pair.p
     assert second.want(1.0) == "accepted"  # it may be a restart
-    pair.d = Desk(side("d0", "i1", role=Role.DECODE))
+    pair.d = Handshaker(side("d0", "i1", role=Role.DECODE))
     assert pair.want(2.0) == "refused"  # it was not: the first one still speaks
     assert "two engines have the id 'd0'" in pair.d.book.get(pair.p.local.engine).reason
 
 
 def test_an_address_that_answers_as_another_engine_is_refused() -> None:
-    d = Desk(side("d0", role=Role.DECODE))
+    d = Handshaker(side("d0", role=Role.DECODE))
     d.want("p1", None, "10.0.0.1", 5600, 0.0)  # type: ignore[arg-type]
     for asked in d.take_asks():
-        d.replied(asked.token, Desk(side("p0")).answer(asked.body, "x", 0.0), 0.0)
+        d.replied(asked.token, Handshaker(side("p0")).answer(asked.body, "x", 0.0), 0.0)
     peer = d.book.get("p1")  # type: ignore[arg-type]
     assert peer.state == "refused"
     assert peer.reason.startswith("10.0.0.1:5600 answers as 'p0' and not as 'p1'")
@@ -243,7 +243,7 @@ def test_an_address_that_answers_as_another_engine_is_refused() -> None:
 
 
 def test_no_answer_is_lost_and_asked_again() -> None:
-    d = Desk(side("d0", role=Role.DECODE))
+    d = Handshaker(side("d0", role=Role.DECODE))
     d.want("p1", None, "10.0.0.1", 5600, 0.0)  # type: ignore[arg-type]
     (asked,) = d.take_asks()
     d.replied(asked.token, MalformedMessage("no answer"), 5.0)
@@ -256,7 +256,7 @@ def test_no_answer_is_lost_and_asked_again() -> None:
 
 
 def test_the_desk_answers_garbage_and_refusals_alike() -> None:
-    desk = Desk(side("p0"))
+    desk = Handshaker(side("p0"))
     for body in (b"", b"garbage", ask(side("p0", "i9")), refuse(side("d0"), "no")):
         assert decode_envelope(desk.answer(body, "x", 0.0)).kind is Kind.REFUSE
     assert desk.take_accepted() == []

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.fit import layouts_of, make_fit
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.layout.builders import LayoutBuilder, head_range
 from kvferry.layout.description import CacheLayout, Rank
 from kvferry.settings import Role
@@ -50,7 +50,7 @@ def test_ranks_out_of_order_are_malformed() -> None:  # R20
 
 
 def test_desks_with_real_layouts() -> None:
-    p, d = Desk(engine("p", Role.PREFILL, 2)), Desk(engine("d", Role.DECODE, 4))
+    p, d = Handshaker(engine("p", Role.PREFILL, 2)), Handshaker(engine("d", Role.DECODE, 4))
     d.want(p.local.engine, None, "127.0.0.1", 1, 0.0)
     for asked in d.take_asks():
         d.replied(asked.token, p.answer(asked.body, "x", 0.0), 0.0)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvferry.handoff.driver.driver import Driver
 from kvferry.handoff.driver.mover import Mover
-from kvferry.handoff.orders import Failed, Introduce, Landed, Offer, StepOrders, Want
+from kvferry.handoff.orders import Failed, Fetch, Landed, Offer, PeerAccepted, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import block_major, head_range
@@ -131,7 +131,7 @@ class Engine:
             driver.submit(orders)
 
     def meet(self, other: "Engine") -> None:
-        self.submit(StepOrders(introduce=(Introduce(other.engine, other.incarnation, other.hello()),)))
+        self.submit(StepOrders(introduce=(PeerAccepted(other.engine, other.incarnation, other.hello()),)))
 
     def collect(self) -> None:
         for seen, driver in zip(self.seen, self.drivers, strict=True):
@@ -184,8 +184,8 @@ def want(
     start: int,
     stop: int,
     deadline_s: float = 5,
-) -> Want:
-    return Want(
+) -> Fetch:
+    return Fetch(
         TransferId(transfer),
         RequestId(f"d-{transfer}"),
         peer.engine,

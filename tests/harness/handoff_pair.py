@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Post, Send
-from kvferry.handoff.orders import Cancel, Hold, Offer, StepOrders, StepReport, Want, Withdraw
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.orders import Cancel, Fetch, KeepAlive, Offer, StepOrders, StepReport, Withdraw
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
@@ -46,9 +46,9 @@ class FakePorts:
 
 @dataclass
 class Rank:
-    """One RankCore, and what it has asked for."""
+    """One RankProtocol, and what it has asked for."""
 
-    core: RankCore
+    core: RankProtocol
     name: PeerName
     ports: FakePorts
     posts: list[Post] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Pair:
         *,
         prefill_ranks: int = 1,
         decode_ranks: int = 1,
-        prepare: Callable[[RankCore], None] = lambda core: None,
+        prepare: Callable[[RankProtocol], None] = lambda core: None,
         limits: MachineLimits | None = None,
     ) -> None:
         self.mode, self.clock, self._prepare, self._limits = mode, FakeClock(), prepare, limits
@@ -104,7 +104,7 @@ class Pair:
         ranks = []
         for index in range(num_ranks):
             ports = FakePorts()
-            core = RankCore(self.settings, ports, ports, incarnation, num_ranks=num_ranks, limits=self._limits)
+            core = RankProtocol(self.settings, ports, ports, incarnation, num_ranks=num_ranks, limits=self._limits)
             self._prepare(core)
             ranks.append(Rank(core, peer_name(EngineId(engine), incarnation, index), ports))
         return ranks
@@ -214,7 +214,7 @@ class Pair:
         self.order(self.prefill, StepOrders(offer=(offer,)))
 
     def want(self, transfer: str, start: int = 0, stop: int = 4, *, blocks: tuple[int, ...] = (5, 6, 7, 8)) -> None:
-        want = Want(
+        want = Fetch(
             TransferId(transfer),
             RequestId("rd"),
             EngineId("p"),
@@ -231,7 +231,7 @@ class Pair:
         self.order(self.decode, StepOrders(cancel=(cancel,)))
 
     def hold(self, transfer: str) -> None:
-        hold = Hold(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"))
+        hold = KeepAlive(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"))
         self.order(self.decode, StepOrders(hold=(hold,)))
 
     def withdraw(self, transfer: str) -> None:

@@ -15,9 +15,10 @@ import torch
 from kvferry.connector.base import SchedulerHalf, StepOrders, WorkerHalf
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.cache_spec import CachePart, LayerCache, ShareInput, StepInput, make_groups
+from kvferry.engines.mini.models.cache_spec import CachePart, LayerCache, make_groups
 from kvferry.engines.mini.ranks.executor import LocalExecutor, StepOutcome
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.layout.description import CacheKind
 from tests.harness.scripted_engine import CharTokenizer
 
@@ -80,7 +81,7 @@ class PositionRanks(LocalExecutor):
             logits[row, last % VOCAB] = 1.0
         self._outcomes.append(StepOutcome(logits if len(logits) else None))
 
-    def _compute(self, share: ShareInput) -> int:
+    def _compute(self, share: ChunkInput) -> int:
         """The digest behind the share; every layer agrees on the one before it."""
         assert len(share.token_ids) == share.stop - share.start > 0
         found = {self._before(layer, share) for layer in self._layers}
@@ -94,12 +95,12 @@ class PositionRanks(LocalExecutor):
             self._store(layer, share, new)
         return so_far
 
-    def _table(self, layer: LayerCache, share: ShareInput) -> tuple[int, Sequence[int]]:
+    def _table(self, layer: LayerCache, share: ChunkInput) -> tuple[int, Sequence[int]]:
         table = share.tables[self.cache.group_of(layer.layer)]
         assert 0 not in table.block_ids, "block 0 was given to a request"
         return table.first_token, table.block_ids
 
-    def _before(self, layer: LayerCache, share: ShareInput) -> int:
+    def _before(self, layer: LayerCache, share: ChunkInput) -> int:
         first, ids = self._table(layer, share)
         view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
         if layer.kind is CacheKind.STATE:
@@ -120,7 +121,7 @@ class PositionRanks(LocalExecutor):
             return self._before(self._layers[0], share) if self._layers[0] is not layer else 0
         return 0 if share.start == 0 else so_far
 
-    def _store(self, layer: LayerCache, share: ShareInput, new: torch.Tensor) -> None:
+    def _store(self, layer: LayerCache, share: ChunkInput, new: torch.Tensor) -> None:
         first, ids = self._table(layer, share)
         view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
         if layer.kind is CacheKind.STATE:

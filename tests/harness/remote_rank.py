@@ -10,7 +10,7 @@ from hashlib import blake2b
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvferry.handoff.orders import Introduce, StepOrders
+from kvferry.handoff.orders import PeerAccepted, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.base import Transport
@@ -81,7 +81,7 @@ class Remote:
         self._conn.send(("submit", (orders,)))
 
     def meet(self, other: "Remote") -> None:
-        self.submit(StepOrders(introduce=(Introduce(other.engine, other.incarnation, other._hello),)))
+        self.submit(StepOrders(introduce=(PeerAccepted(other.engine, other.incarnation, other._hello),)))
 
     def fill(self, blocks: Sequence[int], seed: int) -> str:
         self._conn.send(("fill", (blocks, seed)))

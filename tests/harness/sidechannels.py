@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import FerryError
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.handshake.peer_table import PeerState
 from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
@@ -41,7 +41,7 @@ def asking(given: SideChannelSettings | None = None) -> Iterator[SideChannelClie
         client.close()
 
 
-def answering(desk: Desk) -> OnEnvelope:
+def answering(desk: Handshaker) -> OnEnvelope:
     """What a listener calls."""
     return lambda body, address: desk.answer(body, address, time.monotonic())
 
@@ -70,7 +70,7 @@ def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict
     return results
 
 
-def shake(desk: Desk, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
+def shake(desk: Handshaker, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
     """Run a handshake to its end over the real wire; the peer's state then."""
 
     def done() -> bool:

@@ -1,10 +1,10 @@
 """The fixed matrix is correct everywhere; what is refused would be listed here."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.harness.repository import DOCS
 from tests.layout.matrix import BLOCKS, MODELS, PREFIX_MODELS, Matrix, all_correct, blocks, page, parallel, prefixes
 
 
@@ -33,7 +33,7 @@ def test_a_prefix_of_any_length_is_not_copied_again(name: str, p_block: int) -> 
 
 
 def test_the_page_in_the_docs_says_so() -> None:
-    committed = Path(__file__).parents[2] / "docs" / "reference" / "layout-matrix.md"
+    committed = DOCS / "reference" / "layout-matrix.md"
     assert committed.read_text() == page(all_correct()), "python -m tests.layout.matrix --page FILE"
 
 

@@ -18,10 +18,10 @@ HOME = Path(kvferry.layout.__file__).parent
 MAX_CASES = 600
 
 MUTANTS = {
-    "dropped head offset of the source": ("boxes", "far += (start - other.start)", "far += start"),
-    "dropped head offset of the destination": ("boxes", "near += (start - axis.start)", "near += 0"),
+    "dropped head offset of the source": ("edge", "far += (start - other.start)", "far += start"),
+    "dropped head offset of the destination": ("edge", "near += (start - axis.start)", "near += 0"),
     "dropped merge condition of the destination": (
-        "boxes",
+        "edge",
         " & (destination[:-1] + length[:-1] == destination[1:])",
         "",
     ),
@@ -30,7 +30,7 @@ MUTANTS = {
         "np.where(steps == np.diff(destination), steps, -1)",
         "np.where(steps == steps, steps, -1)",
     ),
-    "axes merged where only the source follows on": ("boxes", "if dim[1] == dim[2] == run", "if dim[1] == run"),
+    "axes merged where only the source follows on": ("edge", "if dim[1] == dim[2] == run", "if dim[1] == run"),
     "count instead of position": (
         "tokens",
         "source_local = source.local(begin) - source.first_local",

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvferry.handshake.exchange import ask
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.handshake.peer_table import BackOff
 from kvferry.ids import EngineId
 from kvferry.settings import Role
@@ -32,9 +32,9 @@ MOST_GROWTH_BYTES = 4 << 20
 def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:  # R24
     """Over the real side channel, each on a connection of its own; refused by the facts, on both sides."""
     caplog.set_level(logging.CRITICAL, "kvferry")  # what pytest keeps of the log is not what we leave behind
-    desk = Desk(side("p0"), max_peers=64)
+    desk = Handshaker(side("p0"), max_peers=64)
     given = settings(max_handshakes_per_s=1e6)
-    asker = Desk(
+    asker = Handshaker(
         side("d0", role=Role.DECODE, kv_dtype="fp8"),
         back_off=BackOff(refused_first_s=1e-9, longest_s=1e-9, lost_first_s=1e-9),
     )
@@ -57,14 +57,14 @@ def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCa
 
 
 def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk(side("p0"))
+    desk = Handshaker(side("p0"))
     for second in range(50):
         desk.answer(ask(side("d0", role=Role.DECODE, kv_dtype="fp8")), "x", float(second))
     assert [record.levelname for record in caplog.records if "kv.dtype" in record.getMessage()] == ["WARNING"]
 
 
 def test_refused_strangers_fill_no_book() -> None:  # R24
-    desk = Desk(side("p0"), max_peers=64)
+    desk = Handshaker(side("p0"), max_peers=64)
     for index in range(NUM_REFUSED):
         stranger = side(f"stranger-{index}", role=Role.DECODE, kv_dtype="fp8")
         assert decode_envelope(desk.answer(ask(stranger), "x", float(index))).kind is Kind.REFUSE
@@ -99,7 +99,7 @@ def test_an_unanswered_question_ends_and_its_socket_with_it() -> None:  # R24
 
 @pytest.mark.parametrize("num", [50])
 def test_a_desk_forgets_what_is_answered(num: int) -> None:
-    desk = Desk(side("d0", role=Role.DECODE))
+    desk = Handshaker(side("d0", role=Role.DECODE))
     for index in range(num):
         desk.want(EngineId(f"p{index}"), None, "127.0.0.1", 1, time.monotonic())
     for asked in desk.take_asks():

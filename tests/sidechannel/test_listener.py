@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvferry.errors import ConfigError, MalformedMessage, PeerLost
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.settings import Role
 from kvferry.sidechannel.client import MAX_IN_FLIGHT
 from kvferry.sidechannel.key import new_key
@@ -33,7 +33,7 @@ def test_a_question_and_its_answer(host: str) -> None:
 
 
 def test_handshake_over_the_wire() -> None:
-    p, d = Desk(side("p0")), Desk(side("d0", role=Role.DECODE))
+    p, d = Handshaker(side("p0")), Handshaker(side("d0", role=Role.DECODE))
     with listening(answering(p)) as server, asking() as client:
         assert shake(d, client, "p0", server.port) == "accepted"
     assert [new.engine for new in p.take_accepted()] == ["d0"]

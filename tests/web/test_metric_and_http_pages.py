@@ -1,7 +1,6 @@
 """The reference pages name what the code has."""
 
 import re
-from pathlib import Path
 
 from aiohttp import web
 
@@ -10,9 +9,10 @@ from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.router.app import Router
 from kvferry.router.observe.metrics import RouterMetrics
 from kvferry.web.records import Served
+from tests.harness.repository import DOCS, SRC
 from tests.harness.scripted_engine import a_server
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+REFERENCE = DOCS / "reference"
 
 
 def _paths(app: web.Application) -> set[str]:
@@ -35,7 +35,7 @@ def test_every_field_is_in_the_page() -> None:
 
 def test_every_error_code_is_in_the_page() -> None:
     page = (REFERENCE / "http.md").read_text()
-    source = Path(__file__).parents[2] / "src" / "kvferry"
+    source = SRC
     files = [
         *(source / "http").glob("*.py"),
         *(source / "router").glob("*.py"),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.handoff.orders import Depart, Failed, Introduce, Landed, StepOrders, StepReport
+from kvferry.handoff.orders import Failed, Landed, PeerAccepted, PeerGone, StepOrders, StepReport
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
 from kvferry.settings import FailurePolicy
@@ -20,12 +20,12 @@ from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
 __all__ = [
-    "Depart",
     "Failed",
-    "Introduce",
     "Landed",
     "Match",
     "Outcome",
+    "PeerAccepted",
+    "PeerGone",
     "RequestView",
     "SchedulerHalf",
     "StepOrders",

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import Outcome
-from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrders, Want, Withdraw
+from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed, Offer, StepOrders, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FailurePolicy
 
-__all__ = ["EngineIdentity", "News", "Offered", "Pending", "Wanted", "joined"]
+__all__ = ["DecodeHandoff", "EngineIdentity", "OrdersBuilder", "OutcomeBuilder", "PrefillHandoff", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class EngineIdentity:
 
 
 @dataclass(slots=True)
-class Offered:
+class PrefillHandoff:
     """A prefill request from its first computed chunk until every rank has released it."""
 
     request: RequestId
@@ -45,7 +45,7 @@ class Offered:
 
 
 @dataclass(slots=True)
-class Wanted:
+class DecodeHandoff:
     """A decode request from its arrival until its hand-off has ended on every rank."""
 
     request: RequestId
@@ -64,13 +64,13 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Pending:
+class OrdersBuilder:
     """Orders for the next step."""
 
     offer: dict[TransferId, Offer] = field(default_factory=dict)
     withdraw: list[Withdraw] = field(default_factory=list)
-    hold: list[Hold] = field(default_factory=list)
-    want: list[Want] = field(default_factory=list)
+    hold: list[KeepAlive] = field(default_factory=list)
+    want: list[Fetch] = field(default_factory=list)
     cancel: list[Cancel] = field(default_factory=list)
 
     def orders(self) -> StepOrders:
@@ -85,7 +85,7 @@ class Pending:
 
 
 @dataclass(slots=True)
-class News:
+class OutcomeBuilder:
     """What one `update` found: an Outcome in the making."""
 
     landed: list[Landed] = field(default_factory=list)

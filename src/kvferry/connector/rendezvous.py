@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.handoff.orders import Depart, Introduce
+from kvferry.handoff.orders import PeerAccepted, PeerGone
 from kvferry.handshake.exchange import LocalSide
-from kvferry.handshake.handshaker import Desk
+from kvferry.handshake.handshaker import Handshaker
 from kvferry.handshake.peer_table import Peer, PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import SideChannelSettings
@@ -34,8 +34,8 @@ class Rendezvous:
     def __init__(
         self,
         settings: SideChannelSettings,
-        introduce: Callable[[Introduce], None],
-        depart: Callable[[Depart], None],
+        introduce: Callable[[PeerAccepted], None],
+        depart: Callable[[PeerGone], None],
         *,
         name: str,
         clock: Clock | None = None,
@@ -49,7 +49,7 @@ class Rendezvous:
         self._telling = threading.Lock()
         self._expire_at_s = float("-inf")
         self._clock = clock or MonotonicClock()
-        self._desk: Desk | None = None
+        self._desk: Handshaker | None = None
         self._server = SideChannelServer(settings, self._answer, name=name, clock=self._clock)
         self._client = SideChannelClient(settings, clock=self._clock)
 
@@ -65,14 +65,14 @@ class Rendezvous:
 
     def start(self, local: LocalSide) -> None:
         """Begin to answer and to ask, as `local`."""
-        self._desk = Desk(local, max_peers=self._settings.max_peers)
+        self._desk = Handshaker(local, max_peers=self._settings.max_peers)
         self._server.start()
 
     def restart(self, local: LocalSide) -> None:
         """Go on as another incarnation: every peer is forgotten, and met again. On the engine's thread."""
         self._client.close()  # an answer to an old question must not be taken for one to a new question
         self._client = SideChannelClient(self._settings, clock=self._clock)
-        self._desk = Desk(local, max_peers=self._settings.max_peers)
+        self._desk = Handshaker(local, max_peers=self._settings.max_peers)
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Where that engine stands; asks it if that is due. Never blocks."""
@@ -107,7 +107,7 @@ class Rendezvous:
         self._server.close()
         self._client.close()
 
-    def _open_desk(self) -> Desk:
+    def _open_desk(self) -> Handshaker:
         assert self._desk is not None, "start() comes before any peer"
         return self._desk
 
@@ -117,23 +117,23 @@ class Rendezvous:
         self._tell_workers(desk)
         return reply
 
-    def _pump(self, desk: Desk) -> None:
+    def _pump(self, desk: Handshaker) -> None:
         for ask in desk.take_asks():
             self._client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
         for token, reply in self._client.poll():
             desk.replied(token, reply, self._clock.now_s())
         self._tell_workers(desk)
 
-    def _tell_workers(self, desk: Desk) -> None:
+    def _tell_workers(self, desk: Handshaker) -> None:
         # One thread at a time: what one has taken must not be told after what another takes later.
         with self._telling:
             for gone in desk.take_gone():
                 logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
-                self._depart(Depart(gone.engine, gone.incarnation, gone.reason))
+                self._depart(PeerGone(gone.engine, gone.incarnation, gone.reason))
             for peer in desk.take_accepted():
                 now = desk.book.get(peer.engine)
                 if now.paired and now.incarnation == peer.incarnation:  # else it has gone in between
-                    self._introduce(Introduce(peer.engine, peer.incarnation, peer.hello))
+                    self._introduce(PeerAccepted(peer.engine, peer.incarnation, peer.hello))
             now_s = self._clock.now_s()
             if now_s >= self._expire_at_s:
                 self._expire_at_s = now_s + _EXPIRE_EVERY_S

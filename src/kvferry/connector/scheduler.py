@@ -13,15 +13,22 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvferry.connector.base import Match, Outcome, RequestView
-from kvferry.connector.entries import EngineIdentity, News, Offered, Pending, Wanted, joined
+from kvferry.connector.entries import (
+    DecodeHandoff,
+    EngineIdentity,
+    OrdersBuilder,
+    OutcomeBuilder,
+    PrefillHandoff,
+    joined,
+)
 from kvferry.connector.peers import PeerBoard, PeerStatus
 from kvferry.handoff.orders import (
     Cancel,
-    Hold,
+    Fetch,
+    KeepAlive,
     Offer,
     StepOrders,
     StepReport,
-    Want,
     Withdraw,
 )
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
@@ -60,13 +67,13 @@ class HandoffScheduler:
         self._handoff_tokens = handoff_tokens
         self._peers = peers
         self._settings = settings
-        self._offered: dict[RequestId, Offered] = {}
-        self._wanted: dict[RequestId, Wanted] = {}
-        self._by_transfer: dict[TransferId, Offered | Wanted] = {}
+        self._offered: dict[RequestId, PrefillHandoff] = {}
+        self._wanted: dict[RequestId, DecodeHandoff] = {}
+        self._by_transfer: dict[TransferId, PrefillHandoff | DecodeHandoff] = {}
         self._given_up: dict[RequestId, str] = {}
         self._preempted: set[RequestId] = set()
         """Prefill requests whose first offer was taken back."""
-        self._next = Pending()
+        self._next = OrdersBuilder()
 
     # Arrival and matching
 
@@ -100,7 +107,7 @@ class HandoffScheduler:
         target = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
             target = min(target, params.remote_num_tokens)
-        entry = Wanted(
+        entry = DecodeHandoff(
             request=request.request_id,
             transfer=transfer,
             engine=EngineId(str(params.remote_engine_id)),
@@ -126,13 +133,13 @@ class HandoffScheduler:
             return self._without(request)
         return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
 
-    def _meet(self, entry: Wanted, params: HandoffParams) -> tuple[PeerStatus, str]:
+    def _meet(self, entry: DecodeHandoff, params: HandoffParams) -> tuple[PeerStatus, str]:
         view = self._peers.view(entry.engine, entry.incarnation, str(params.remote_host), int(params.remote_port or 0))
         if view.status is PeerStatus.ACCEPTED and not entry.held:
             entry.incarnation = view.incarnation
             entry.held = True
             assert view.incarnation is not None, "an accepted peer has an incarnation"
-            self._next.hold.append(Hold(entry.transfer, entry.engine, view.incarnation))
+            self._next.hold.append(KeepAlive(entry.transfer, entry.engine, view.incarnation))
         return view.status, view.reason
 
     def _policy(self, request: RequestView) -> FailurePolicy:
@@ -144,11 +151,11 @@ class HandoffScheduler:
             return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
         return Match(reason=reason)
 
-    def _give_up(self, entry: Wanted, reason: str) -> None:
+    def _give_up(self, entry: DecodeHandoff, reason: str) -> None:
         self._given_up[entry.request] = reason
         self._drop(entry, reason)
 
-    def _drop(self, entry: Wanted, reason: str) -> None:
+    def _drop(self, entry: DecodeHandoff, reason: str) -> None:
         """Forget a hand-off into which no block was given; free the peer's grant if it has one."""
         if entry.held and entry.incarnation is not None:
             self._next.cancel.append(Cancel(entry.transfer, entry.engine, entry.incarnation, reason))
@@ -166,7 +173,7 @@ class HandoffScheduler:
         wanted = TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens)
         entry.told = not len(wanted)  # all of it was cached: the peer has to know, the engine does not wait
         self._next.want.append(
-            Want(
+            Fetch(
                 transfer=entry.transfer,
                 request=entry.request,
                 engine=entry.engine,
@@ -194,7 +201,7 @@ class HandoffScheduler:
 
     def _offer(
         self, request: RequestView, tables: Sequence[BlockTable], num_tokens: int, *, final: bool, note: bytes
-    ) -> Offered:
+    ) -> PrefillHandoff:
         entry = self._offered.get(request.request_id)
         if entry is None:
             assert request.handoff is not None, "only a do_remote_decode request is offered"
@@ -202,7 +209,7 @@ class HandoffScheduler:
             if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
                 # One dispatch, one id: the one that was asked for is withdrawn, or serves another request.
                 transfer = TransferId(f"{self._me.engine}-{secrets.token_hex(8)}")
-            entry = Offered(request.request_id, transfer)
+            entry = PrefillHandoff(request.request_id, transfer)
             self._offered[request.request_id] = entry
             self._by_transfer[transfer] = entry
         self._next.offer[entry.transfer] = Offer(
@@ -266,7 +273,7 @@ class HandoffScheduler:
 
     def _params(
         self,
-        entry: Offered,
+        entry: PrefillHandoff,
         tables: Sequence[BlockTable],
         num_tokens: int,
         first_token: FirstToken | None,
@@ -292,7 +299,7 @@ class HandoffScheduler:
             first_top_logprobs=list(first_token.top) if first_token else None,
         )
 
-    def _decode_ended(self, entry: Wanted) -> TransferId | None:
+    def _decode_ended(self, entry: DecodeHandoff) -> TransferId | None:
         if not entry.started:
             self._drop(entry, "the request was aborted on the decode side")
             return None
@@ -311,7 +318,7 @@ class HandoffScheduler:
         or it was withdrawn already. On the engine's thread, like everything here; from a router, so any id may come.
         """
         entry = self._by_transfer.get(transfer)
-        if not isinstance(entry, Offered) or entry.unwanted:
+        if not isinstance(entry, PrefillHandoff) or entry.unwanted:
             return False
         entry.unwanted = reason
         if entry.finished:  # else the engine does not hold the blocks for it yet: when the request ends
@@ -332,12 +339,12 @@ class HandoffScheduler:
 
     def build_orders(self) -> StepOrders:
         """All orders since the last step."""
-        now, self._next = self._next, Pending()
+        now, self._next = self._next, OrdersBuilder()
         return now.orders()
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
         """Join the ranks' reports: landed when all have landed, failed when all have ended and one failed."""
-        news = News()
+        news = OutcomeBuilder()
         for report in reports:
             for good in report.landed:
                 if (entry := self._decode_entry(good.transfer)) is not None:
@@ -351,17 +358,17 @@ class HandoffScheduler:
                 self._released(transfer, news)
         return news.outcome()
 
-    def _decode_entry(self, transfer: TransferId) -> Wanted | None:
+    def _decode_entry(self, transfer: TransferId) -> DecodeHandoff | None:
         entry = self._by_transfer.get(transfer)
-        return entry if isinstance(entry, Wanted) else None
+        return entry if isinstance(entry, DecodeHandoff) else None
 
-    def _released(self, transfer: TransferId, news: News) -> None:
+    def _released(self, transfer: TransferId, news: OutcomeBuilder) -> None:
         entry = self._by_transfer.get(transfer)
         if entry is None:
             logger.debug("release of an unknown transfer=%s", transfer)
             return
         entry.released_by += 1
-        if isinstance(entry, Wanted):
+        if isinstance(entry, DecodeHandoff):
             self._conclude(entry, news)
         elif entry.released_by == self._me.num_ranks:
             del self._by_transfer[transfer]
@@ -369,7 +376,7 @@ class HandoffScheduler:
                 del self._offered[entry.request]
             news.released.append(transfer)
 
-    def _conclude(self, entry: Wanted, news: News) -> None:
+    def _conclude(self, entry: DecodeHandoff, news: OutcomeBuilder) -> None:
         """Called after each report about `entry`: has it ended, and are its blocks safe?"""
         if not entry.told and len(entry.landed) + len(entry.failed) == self._me.num_ranks:
             entry.told = True
@@ -384,7 +391,7 @@ class HandoffScheduler:
             self._forget(entry)
             news.released.append(entry.transfer)
 
-    def _forget(self, entry: Wanted) -> None:
+    def _forget(self, entry: DecodeHandoff) -> None:
         self._wanted.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from kvferry.handoff.driver.adaptive import AdaptiveMover
 from kvferry.handoff.driver.driver import Driver
-from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport
+from kvferry.handoff.orders import PeerAccepted, PeerGone, StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, peer_name
 from kvferry.layout.description import CacheLayout, MemoryKind, Region
 from kvferry.settings import FerrySettings
@@ -47,11 +47,11 @@ class HandoffWorker:
         """`end_step` has something. From any thread."""
         return self._driver.has_report
 
-    def introduce(self, peer: Introduce) -> None:
+    def introduce(self, peer: PeerAccepted) -> None:
         """A peer was accepted. From any thread."""
         self._driver.submit(StepOrders(introduce=(peer,)))
 
-    def depart(self, peer: Depart) -> None:
+    def depart(self, peer: PeerGone) -> None:
         """A peer is gone. From any thread."""
         self._driver.submit(StepOrders(depart=(peer,)))
 

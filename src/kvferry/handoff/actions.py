@@ -9,7 +9,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message, Wrote
 
-__all__ = ["Action", "Disconnect", "MachineLimits", "Peer", "Ports", "Post", "PostId", "Send"]
+__all__ = ["Action", "Disconnect", "LayoutQueries", "MachineLimits", "Peer", "Post", "PostId", "Send"]
 
 PostId = NewType("PostId", int)
 
@@ -64,7 +64,7 @@ class Disconnect:
 Action = Send | Post | Disconnect
 
 
-class Ports(Protocol):
+class LayoutQueries(Protocol):
     """What machines ask the driver about layouts and memory. Answers at once; raises nothing."""
 
     def owes(self, peer: Peer) -> bool:

@@ -6,10 +6,10 @@ from kvferry.handoff.actions import Peer
 from kvferry.handoff.leases import Heartbeats, Timers
 from kvferry.ids import TransferId
 
-__all__ = ["Holds"]
+__all__ = ["KeepAlives"]
 
 
-class Holds:
+class KeepAlives:
     """Each is renewed until it is ended, or until nobody has asked for it again for `keep_s`."""
 
     def __init__(self, beats: Heartbeats, keep_s: float) -> None:

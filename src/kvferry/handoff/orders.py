@@ -12,22 +12,22 @@ from kvferry.settings import TransferMode
 
 __all__ = [
     "Cancel",
-    "Depart",
     "Failed",
-    "Hold",
-    "Introduce",
+    "Fetch",
+    "KeepAlive",
     "Landed",
     "Offer",
+    "PeerAccepted",
+    "PeerGone",
     "StepOrders",
     "StepReport",
-    "Want",
     "Withdraw",
     "merged",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Introduce:
+class PeerAccepted:
     """A peer engine was accepted. `hello` is its payload, already decoded once and found well-formed."""
 
     engine: EngineId
@@ -36,7 +36,7 @@ class Introduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Depart:
+class PeerGone:
     """An incarnation that was introduced is gone, or fits no longer: forget it. Its hand-offs end as if it were lost.
 
     An incarnation that is not known, or was replaced, changes nothing. It may be introduced again.
@@ -75,7 +75,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class KeepAlive:
     """Decode: the request still waits in our queue; keep the prefill side's grant alive.
 
     Holds until a Want or a Cancel names the transfer, and at most `transfer.deadline_s` after the last Hold for it.
@@ -87,7 +87,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Fetch:
     """Decode: bring these tokens into these blocks.
 
     The blocks are the connector's until the transfer is landed, or released after a failure or a cancel.
@@ -120,13 +120,13 @@ class Cancel:
 class StepOrders:
     """What the scheduler half tells every worker half, once a step."""
 
-    introduce: tuple[Introduce, ...] = ()
+    introduce: tuple[PeerAccepted, ...] = ()
     offer: tuple[Offer, ...] = ()
     withdraw: tuple[Withdraw, ...] = ()
-    hold: tuple[Hold, ...] = ()
-    want: tuple[Want, ...] = ()
+    hold: tuple[KeepAlive, ...] = ()
+    want: tuple[Fetch, ...] = ()
     cancel: tuple[Cancel, ...] = ()
-    depart: tuple[Depart, ...] = ()
+    depart: tuple[PeerGone, ...] = ()
     """Carried out before `introduce`."""
 
     def __bool__(self) -> bool:

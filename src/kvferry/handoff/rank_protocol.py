@@ -5,7 +5,7 @@ Still no I/O: the driver and the simulator feed it the same events, and carry ou
 
 from dataclasses import replace
 
-from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
+from kvferry.handoff.actions import Action, Disconnect, LayoutQueries, MachineLimits, Peer, PostId, Send
 from kvferry.handoff.decode.machine import DecodeMachine
 from kvferry.handoff.leases import first_of
 from kvferry.handoff.orders import StepOrders, StepReport
@@ -28,17 +28,17 @@ from kvferry.wire.handoff_messages import (
     Wrote,
 )
 
-__all__ = ["RankCore"]
+__all__ = ["RankProtocol"]
 
 
-class RankCore:
+class RankProtocol:
     """Both machines of one rank. Not thread-safe: one thread calls it."""
 
     def __init__(
         self,
         settings: FerrySettings,
-        prefill_ports: Ports,
-        decode_ports: Ports,
+        prefill_ports: LayoutQueries,
+        decode_ports: LayoutQueries,
         incarnation: Incarnation,
         *,
         num_ranks: int,

@@ -22,7 +22,7 @@ from kvferry.ids import EngineId, Incarnation
 from kvferry.wire.envelope import Envelope, decode_envelope
 from kvferry.wire.hello import encode_hello
 
-__all__ = ["Ask", "Desk", "Gone", "NewPeer"]
+__all__ = ["Ask", "Gone", "Handshaker", "NewPeer"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class _Sent:
     protocol: int
 
 
-class Desk:
+class Handshaker:
     """One an engine."""
 
     def __init__(self, local: LocalSide, *, max_peers: int = 4096, back_off: BackOff | None = None) -> None:

@@ -12,7 +12,7 @@ from aiohttp import ClientSession, web
 
 from kvferry.errors import ConfigError, FerryError
 from kvferry.router.client_body import ClientBody
-from kvferry.router.context import Dispatcher
+from kvferry.router.context import RouterContext
 from kvferry.router.dispatch import Dispatch
 from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
 from kvferry.router.fleet.etcd_watch import EtcdFleet
@@ -101,7 +101,7 @@ class Router:
         self._file = FleetFile(files.fleet, self.fleet) if files.fleet is not None else None
         self._etcd = EtcdFleet(check_etcd(etcd), self.fleet, settings) if etcd is not None else None
         self._registrations = Registrations(self.fleet, settings)
-        self.shared = Dispatcher(
+        self.shared = RouterContext(
             fleet=self.fleet, upstream=self._upstream, settings=settings, metrics=self._metrics,
             releases=self._releases, observers=self.observers, prefixes=Prefixes(), cost=HandoffCost(),
             alarm=DecodeOnlyAlarm(settings.alarm_window_s, settings.alarm_share),

@@ -19,11 +19,11 @@ from kvferry.router.upstream.releases import Releases
 from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
 
-__all__ = ["Attempts", "Dispatcher", "Ticket", "end_tasks"]
+__all__ = ["Attempts", "RouterContext", "Ticket", "end_tasks"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Dispatcher:
+class RouterContext:
     """What all dispatches share."""
 
     fleet: Fleet

@@ -32,10 +32,10 @@ from kvferry.router.answer.first_event import early_event
 from kvferry.router.answer.relay import from_prefill, relay
 from kvferry.router.answer.reply import Reply
 from kvferry.router.client_body import ClientBody, PrefillAnswer, check_choices
-from kvferry.router.context import Attempts, Dispatcher, Ticket, end_tasks
+from kvferry.router.context import Attempts, RouterContext, Ticket, end_tasks
 from kvferry.router.fleet.admission import admit
 from kvferry.router.fleet.prefixes import unpack_hashes
-from kvferry.router.fleet.worker import Promise, Worker
+from kvferry.router.fleet.worker import BlockReservation, Worker
 from kvferry.router.observe.observer import Field
 from kvferry.router.settings import FirstToken
 from kvferry.router.tickets import can_push, learned_from, new_transfer_id, push_params, told_in
@@ -60,7 +60,7 @@ class _Answered(Exception):  # not an error: it unwinds to the answer
 class Dispatch:
     """One request. `run` is called once; cancelling it (the client hung up) aborts every request to workers."""
 
-    def __init__(self, shared: Dispatcher, request: web.Request, body: ClientBody, number: int) -> None:
+    def __init__(self, shared: RouterContext, request: web.Request, body: ClientBody, number: int) -> None:
         """`number`: under which observers see it."""
         self._shared = shared
         self._fleet = shared.fleet
@@ -76,7 +76,7 @@ class Dispatch:
             self._prompt_bytes, body.num_prompt_ids, with_pieces=shared.fleet.wants_pieces
         )
         self._offer: tuple[Worker, str] | None = None
-        self._promise: Promise | None = None
+        self._promise: BlockReservation | None = None
         self._begun = False
         self._prefilled_s: float | None = None
         self.served: dict[str, Field] = {}

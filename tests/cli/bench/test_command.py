@@ -73,7 +73,7 @@ def test_all_writes_a_file_each_and_goes_on_after_a_failure(
 
 
 def test_every_benchmark_has_a_summary() -> None:
-    assert set(bench.BENCHMARKS) >= {"engine", "transfer", "plan", "handshake", "handoff", "calibrate"}
+    assert set(bench.BENCHMARKS) >= {"engine", "transfer", "plan", "handoff", "calibrate"}
 
 
 def test_the_environment_is_json_without_paths_or_keys(monkeypatch: pytest.MonkeyPatch) -> None:

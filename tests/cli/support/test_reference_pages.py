@@ -10,8 +10,7 @@ from kvferry import settings
 from kvferry.cli.support.reference_pages import PAGES, SETTINGS, compatibility_page, field_texts, main, settings_page
 from kvferry.handshake.table import FACTS
 from kvferry.wire.versions import HISTORY
-
-DOCS = Path(__file__).parents[2] / "docs"
+from tests.harness.repository import DOCS
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -21,6 +21,7 @@ from typing import Any
 from kvferry.engines.mini.models.config import find_model
 from kvferry.errors import FerryError
 from tests.engines.vllm.models import KINDS, make_kind
+from tests.harness.repository import ROOT
 from tests.harness.vllm_client import Answer, ask, serve_pair
 from tests.harness.vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
 from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
@@ -52,7 +53,7 @@ LEASE_S, DEADLINE_S = 8, 10
 def default_python() -> str:
     """The interpreter that has vLLM: KVFERRY_VLLM_PYTHON, else the virtual environment beside the repository's own."""
     told = os.environ.get("KVFERRY_VLLM_PYTHON")
-    beside = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+    beside = ROOT / ".venv-vllm" / "bin" / "python"
     return told or (str(beside) if beside.exists() else sys.executable)
 
 

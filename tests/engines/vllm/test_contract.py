@@ -32,13 +32,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
-from kvferry.engines.vllm.channel.worker_channel import WorkerLine
+from kvferry.engines.vllm.channel.worker_channel import WorkerChannel
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.describe.block_tables import GroupForm
 from kvferry.engines.vllm.describe.cache_layout import AttentionForm, LayerView, Memory, describe_cache
 from kvferry.engines.vllm.describe.head_packing import classify, measure
-from kvferry.engines.vllm.metadata import RankCard, Reports
-from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake
+from kvferry.engines.vllm.metadata import RankInfo, Reports
+from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.layout.builders import Heads
@@ -64,7 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "llama", num_hidden_layers=1)
 
 
-def a_card(line: str = "") -> RankCard:
+def a_card(line: str = "") -> RankInfo:
     """What a worker would tell: one layer, 2 heads of 32."""
     block = 2 * BLOCK * 2 * 32 * 4
     view = LayerView(
@@ -82,7 +82,7 @@ def a_card(line: str = "") -> RankCard:
     )
     form = GroupForm(kind=CacheKind.FULL, block_tokens=BLOCK, kernel_tokens=BLOCK)
     layout = describe_cache(Rank(), [form], [view])
-    return RankCard(
+    return RankInfo(
         0,
         os.urandom(4).hex(),
         encode_layout(layout),
@@ -277,16 +277,16 @@ def told() -> list[StepOrders]:
 
 
 @pytest.fixture
-def line(told: list[StepOrders]) -> Iterator[WorkerLine]:
-    one = WorkerLine(told.append)
+def line(told: list[StepOrders]) -> Iterator[WorkerChannel]:
+    one = WorkerChannel(told.append)
     yield one
     one.close()
 
 
-def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerLine, told: list[StepOrders]) -> None:
+def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel, told: list[StepOrders]) -> None:
     prefill = Engine(model, "kv_producer", "p", line=line.address)
     orders: list[StepOrders] = []
-    other = WorkerLine(orders.append)
+    other = WorkerChannel(orders.append)
     decode = Engine(model, "kv_consumer", "d", line=other.address)
     try:
         params = prefilled(prefill)
@@ -307,10 +307,10 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerLine, to
 
 
 def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
-    model: Path, line: WorkerLine, monkeypatch: pytest.MonkeyPatch
+    model: Path, line: WorkerChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R25
     slept: list[float] = []
-    monkeypatch.setattr(Wake, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
+    monkeypatch.setattr(EngineSleep, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
     engine = Engine(model, "kv_producer", "p", line=line.address)
     try:
         params = prefilled(engine)
@@ -332,10 +332,10 @@ def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
 
 
 def test_decode_sleeps_while_all_it_has_waits_for_prefill(
-    model: Path, prefill: Engine, line: WorkerLine, monkeypatch: pytest.MonkeyPatch
+    model: Path, prefill: Engine, line: WorkerChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(Wake, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
+    monkeypatch.setattr(EngineSleep, "sleep", lambda _self, timeout_s: slept.append(timeout_s))
     decode = Engine(model, "kv_consumer", "d", line=line.address)
     try:
         params = prefilled(prefill)

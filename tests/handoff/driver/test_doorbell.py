@@ -169,7 +169,7 @@ def _sleeps_long_where_all_ring(now_s: float, **state: object) -> float:
 
 
 def test_whoever_departs_is_rung_no_more() -> None:
-    from kvferry.handoff.orders import Depart
+    from kvferry.handoff.orders import PeerGone
 
     _, transports = memory_transports()
     settings = settings_for(TransferMode.PULL)
@@ -178,7 +178,7 @@ def test_whoever_departs_is_rung_no_more() -> None:
         p.meet(d)
         d.meet(p)
         until(lambda: bool(p.drivers[0]._bell._peers))
-        p.submit(StepOrders(depart=(Depart(d.engine, d.incarnation, "test"),)))
+        p.submit(StepOrders(depart=(PeerGone(d.engine, d.incarnation, "test"),)))
         until(lambda: not p.drivers[0]._bell._peers)
     finally:
         d.close()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import TransferError
-from kvferry.handoff.orders import Cancel, Introduce, StepOrders, Withdraw
+from kvferry.handoff.orders import Cancel, PeerAccepted, StepOrders, Withdraw
 from kvferry.ids import TransferId
 from kvferry.settings import Role, TransferMode, Verify
 from kvferry.transport.memory import MemoryHub, MemoryTransport
@@ -160,7 +160,7 @@ def test_a_peer_that_does_not_fit_leaves_nothing(world: World) -> None:
     p = world.engine("p", Role.PREFILL)
     told = p.hello().replace(b"layers.0.attn", b"layers.7.attn")
     for number in range(20):
-        d.submit(StepOrders(introduce=(Introduce(p.engine, p.incarnation, told[number:]),)))
+        d.submit(StepOrders(introduce=(PeerAccepted(p.engine, p.incarnation, told[number:]),)))
     d.submit(StepOrders(want=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: d.seen[0].released == ["t1"], d)
     assert "is not known" in d.seen[0].failed[0].reason

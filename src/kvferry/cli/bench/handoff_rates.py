@@ -18,7 +18,7 @@ from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
 from kvferry.engines.mini.engine import Engine, EngineSettings
 from kvferry.errors import TransferError
-from kvferry.handoff.orders import Introduce, Offer, StepOrders, StepReport, Want
+from kvferry.handoff.orders import Fetch, Offer, PeerAccepted, StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import block_major, head_range
@@ -85,7 +85,7 @@ class _Half:
 
     def introduce(self, engine: EngineId, hello: bytes) -> None:
         """Learn of the other side."""
-        self.worker.introduce(Introduce(engine, _INCARNATION, hello))
+        self.worker.introduce(PeerAccepted(engine, _INCARNATION, hello))
 
     def table(self, seed: int) -> tuple[BlockTable, ...]:
         """All blocks in a random order: each is a run of its own."""
@@ -181,7 +181,7 @@ def _hand_over(half: _Half, pipe: Connection, name: str, meanwhile: Callable[[],
         landed.extend(one.transfer_s for one in report.landed if one.transfer == name)
         return bool(landed)
 
-    want = Want(
+    want = Fetch(
         transfer=TransferId(name), request=RequestId(name), engine=EngineId(str(Role.PREFILL)),
         incarnation=_INCARNATION, mode=half.mode, tables=half.table(2), wanted=half.tokens, deadline_s=_WAIT_S,
     )  # fmt: skip

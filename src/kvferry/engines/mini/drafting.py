@@ -15,10 +15,10 @@ from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.compute.sampling import GREEDY_BELOW
 from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.scheduling.request import Request, State
-from kvferry.engines.mini.scheduling.scheduler import Share
+from kvferry.engines.mini.scheduling.scheduler import ScheduledChunk
 from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
 from kvferry.engines.mini.speculation.draft_records import Chance, DraftInput, DraftShare
-from kvferry.engines.mini.speculation.drafter_info import DrafterCard
+from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.ngram import NgramDrafter, TextDrafter
 from kvferry.engines.mini.speculation.suffix import SuffixDrafter
 from kvferry.ids import RequestId
@@ -44,7 +44,7 @@ class Speculation:
     """Of one engine, for as long as its ranks live."""
 
     def __init__(
-        self, card: DrafterCard, executor: Executor, *, max_model_len: int, seed_of: Callable[[Request], int]
+        self, card: DrafterInfo, executor: Executor, *, max_model_len: int, seed_of: Callable[[Request], int]
     ) -> None:
         """`seed_of`: what a request's choices by chance come from."""
         self.card = card
@@ -99,17 +99,17 @@ class Speculation:
         if self._text is not None:
             self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
 
-    def odds(self, shares: Sequence[Share]) -> list[torch.Tensor | None]:
+    def odds(self, shares: Sequence[ScheduledChunk]) -> list[torch.Tensor | None]:
         """For `verify`: from which the drafts of these shares were drawn; None for likeliest tokens."""
         found = [self._odds.get(share.request.request_id) if share.drafts else None for share in shares]
         return [None if each is None else each[: len(share.drafts)] for each, share in zip(found, shares, strict=True)]
 
-    def count(self, share: Share, num_chosen: int) -> None:
+    def count(self, share: ScheduledChunk, num_chosen: int) -> None:
         """A share's drafts were verified: that many tokens came out of it."""
         self._counter.count(len(share.drafts), num_chosen - 1)
         share.request.drafts = ()
 
-    def note(self, shares: Sequence[Share], computed: Sequence[int]) -> list[Note]:
+    def note(self, shares: Sequence[ScheduledChunk], computed: Sequence[int]) -> list[Note]:
         """`computed`: tokens of each request whose KV is that of known tokens."""
         if self._text is not None:
             return [Note(share.request, 0, count, ()) for share, count in zip(shares, computed, strict=True)]
@@ -176,7 +176,7 @@ class Speculation:
         return Chance(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
 
 
-def _text_drafter(card: DrafterCard) -> TextDrafter:
+def _text_drafter(card: DrafterInfo) -> TextDrafter:
     settings = card.speculative.settings
     if settings.method == "ngram":
         return NgramDrafter(shortest=settings.prompt_lookup_min, longest=settings.prompt_lookup_max)

@@ -26,24 +26,24 @@ import torch
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.compute.sampling import Chosen, Row, choose, uniform
+from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, choose, uniform
 from kvferry.engines.mini.drafting import Note, Speculation
-from kvferry.engines.mini.models.cache_spec import ShareInput, StepInput
-from kvferry.engines.mini.models.loading import ModelCard
+from kvferry.engines.mini.models.loading import OpenedModel
 from kvferry.engines.mini.models.tokenizer import Detokenizer
-from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.scheduling.block_manager import BlockManager
 from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
-from kvferry.engines.mini.scheduling.handoff_results import Landings
+from kvferry.engines.mini.scheduling.handoff_results import HandoffResults
 from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.engines.mini.scheduling.request import Request, State
-from kvferry.engines.mini.scheduling.scheduler import Scheduler, Share, StepPlan
+from kvferry.engines.mini.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
-from kvferry.engines.mini.speculation.drafter_info import DrafterCard
+from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.engines.mini.speculation.rejection import verify
+from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.errors import RanksLost, RequestError, RequestTooLong
 from kvferry.ids import RequestId
 from kvferry.wire.first_token import FirstToken, first_token_of
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(
         self,
-        model: ModelCard,
+        model: OpenedModel,
         executor: Executor,
         settings: EngineSettings,
         *,
@@ -90,13 +90,13 @@ class Engine:
         """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
         self._ended: list[Output] = []
         self._counters = Counters()
-        self._drafter: DrafterCard | None = find_drafter(settings, model)
+        self._drafter: DrafterInfo | None = find_drafter(settings, model)
         self._equip(executor, connector)
 
     @classmethod
     def load(cls, settings: EngineSettings, clock: Clock | None = None) -> "Engine":
         """An engine without a connector: load the model and make the cache, here or in rank processes."""
-        model, executor = equip(settings)
+        model, executor = build_executor(settings)
         return cls(model, executor, settings, clock=clock)
 
     def _equip(self, executor: Executor, connector: SchedulerHalf | None) -> None:
@@ -124,7 +124,9 @@ class Engine:
             drafts_cold=card is not None and card.starts_cold,
             connector=connector,
         )
-        self._landings = Landings(self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size)
+        self._landings = HandoffResults(
+            self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size
+        )
         executor.on_news(lambda: self._wake())
 
     def on_wake(self, wake: Callable[[], None]) -> None:
@@ -248,7 +250,7 @@ class Engine:
         """What the ranks are told of a plan."""
         speculation = self._speculation
         shares = tuple(
-            ShareInput(
+            ChunkInput(
                 tuple(share.token_ids),
                 share.start,
                 share.stop,
@@ -287,10 +289,10 @@ class Engine:
         if self._speculation is not None:
             self._speculation.draft(notes)
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[Chosen]]:
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[SampledToken]]:
         """The new tokens of each request that got that far: one, and the drafts that stood before it."""
         wanted: list[int] = []
-        ready: list[Share] = []
+        ready: list[ScheduledChunk] = []
         at = 0
         for share in plan.shares:
             if share.num_logits and share.request.state is not State.FINISHED:  # else it was aborted
@@ -309,15 +311,15 @@ class Engine:
             chosen = verify(logits, rows, [share.drafts for share in ready], self._speculation.odds(ready))
         return {share.request: tokens for share, tokens in zip(ready, chosen, strict=True)}
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request) -> SamplingRow:
         answer = request.tokens[request.num_prompt_tokens :]
-        return Row(request.sampling, self._seed(request), request.spec.prompt_token_ids, answer, self._eos)
+        return SamplingRow(request.sampling, self._seed(request), request.spec.prompt_token_ids, answer, self._eos)
 
     def _seed(self, request: Request) -> int:
         seed = request.sampling.seed
         return int(uniform(self.settings.seed, request.number) * 2**53) if seed is None else seed
 
-    def _keep_books(self, shares: Sequence[Share], chosen: dict[Request, list[Chosen]]) -> list[Note]:
+    def _keep_books(self, shares: Sequence[ScheduledChunk], chosen: dict[Request, list[SampledToken]]) -> list[Note]:
         """The KV of these shares is stored; that of drafts which fell is not the request's."""
         counts = []
         for share in shares:
@@ -341,7 +343,7 @@ class Engine:
                 self._speculation.count(share, len(chosen[share.request]))
         return self._speculation.note(shares, counts)
 
-    def _append(self, request: Request, chosen: Sequence[Chosen]) -> Output:
+    def _append(self, request: Request, chosen: Sequence[SampledToken]) -> Output:
         first, finish = request.first_token, None
         for choice in chosen:
             if first is not None and request.spec.first_token_sent and len(request.tokens) == request.num_prompt_tokens:
@@ -415,12 +417,12 @@ class Engine:
             self._speculation.adopted(request)
         return output
 
-    def _as_sent(self, request: Request, first: FirstToken) -> Chosen:
+    def _as_sent(self, request: Request, first: FirstToken) -> SampledToken:
         """The other engine's first token, as if it were chosen here."""
         logprobs = None
         if request.sampling.logprobs is not None and first.logprob is not None:
             logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: request.sampling.logprobs])
-        return Chosen(first.token, logprobs)
+        return SampledToken(first.token, logprobs)
 
     # Ranks that die
 

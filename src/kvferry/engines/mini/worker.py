@@ -20,16 +20,16 @@ from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.cache_spec import make_groups
 from kvferry.engines.mini.models.config import ModelConfig
 from kvferry.engines.mini.models.kv_format import KvFormat
-from kvferry.engines.mini.models.loading import ModelCard
+from kvferry.engines.mini.models.loading import OpenedModel
 from kvferry.engines.mini.models.parallel import Shard
-from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.ranks.executor import ConnectorStart, Executor
 from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.ranks.sizing import layers_of
 from kvferry.engines.mini.scheduling.block_manager import BlockHash
 from kvferry.engines.mini.scheduling.cache_groups import tokens_handed_over
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.speculation.drafter_info import DrafterCard, open_drafter
+from kvferry.engines.mini.speculation.drafter_info import DrafterInfo, open_drafter
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
 from kvferry.handshake.exchange import LocalSide
@@ -82,7 +82,7 @@ class Worker:
     engine: Engine
 
     def __init__(
-        self, settings: WorkerSettings, model: ModelCard, executor: Executor, launcher: Launcher | None = None
+        self, settings: WorkerSettings, model: OpenedModel, executor: Executor, launcher: Launcher | None = None
     ) -> None:
         """Nothing runs before `open`; whatever happens there, `close` is called. `launcher`: see build_worker."""
         self._launcher = launcher
@@ -154,7 +154,7 @@ class Worker:
     def _revive(self) -> tuple[Executor, HandoffScheduler]:
         """New ranks after the old ones have died: another incarnation at the same address. On the engine's thread."""
         launcher = self._launcher if self._launcher is not None and self._launcher.running else None
-        _, executor = equip(self.settings.engine, launcher)
+        _, executor = build_executor(self.settings.engine, launcher)
         try:
             standing = self._stand(executor)
         except BaseException:
@@ -294,7 +294,7 @@ def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> 
 
     `launcher`: one that outlives the worker, for its ranks and those that replace them; the caller closes it.
     """
-    worker = Worker(settings, *equip(settings.engine, launcher), launcher)
+    worker = Worker(settings, *build_executor(settings.engine, launcher), launcher)
     try:
         worker.open()
     except BaseException:
@@ -303,7 +303,7 @@ def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> 
     return worker
 
 
-def describe_engine(settings: WorkerSettings, model: ModelCard) -> EngineDescription:
+def describe_engine(settings: WorkerSettings, model: OpenedModel) -> EngineDescription:
     """What the embedded engine says of itself, for the table of facts."""
     return describe(settings, model.config, model.directory, str(model.dtype), model.kv)
 
@@ -353,7 +353,7 @@ def _speculation(settings: WorkerSettings, config: ModelConfig, directory: Path)
     spec = settings.engine.speculation
     if spec is None or spec.cold_start:
         return None
-    card: DrafterCard = open_drafter(spec, directory, config, pp=settings.engine.pp)
+    card: DrafterInfo = open_drafter(spec, directory, config, pp=settings.engine.pp)
     return SpeculationFacts(
         method=spec.method,
         draft_model=spec.model,

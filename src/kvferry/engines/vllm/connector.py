@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.logs import share_logging
-from kvferry.engines.vllm.metadata import Orders, RankCard, Reports
+from kvferry.engines.vllm.metadata import Orders, RankInfo, Reports
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.scheduler_side.engine import VllmEngine, start_engine
 from kvferry.engines.vllm.scheduler_side.engine_sleep import find_wake
@@ -86,7 +86,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
 
     # ---- scheduler
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, ...], RankCard]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, ...], RankInfo]) -> None:
         """All workers have registered their caches: from here on we can answer peers. Raises ConfigError."""
         cards = sorted(metadata.values(), key=lambda card: card.index)
         self._engine = start_engine(
@@ -175,7 +175,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
         assert self._worker is not None, "workers register caches"
         self._worker.register_kv_caches(kv_caches)
 
-    def get_handshake_metadata(self) -> RankCard | None:
+    def get_handshake_metadata(self) -> RankInfo | None:
         """What the scheduler needs to know of this rank."""
         return None if self._worker is None else self._worker.card
 

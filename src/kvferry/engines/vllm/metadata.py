@@ -8,13 +8,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.connector.base import Depart, StepOrders, StepReport
+from kvferry.connector.base import PeerGone, StepOrders, StepReport
 
-__all__ = ["Orders", "RankCard", "Reports"]
+__all__ = ["Orders", "RankInfo", "Reports"]
 
 
 @dataclass(frozen=True)
-class RankCard(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
+class RankInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
     """What a worker tells the scheduler at the start: all that peers, and the facts, need of it."""
 
     index: int
@@ -29,7 +29,7 @@ class RankCard(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is n
     layer_groups: tuple[tuple[str, int], ...]
     """(canonical layer name, group)."""
     line: str = ""
-    """Where the scheduler finds this worker's WorkerLine; empty: nowhere."""
+    """Where the scheduler finds this worker's WorkerChannel; empty: nowhere."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
     """Workers to scheduler, in a step in which there is something to say that did not go by line."""
 
     reports: tuple[StepReport, ...] = ()
-    lost: tuple[Depart, ...] = ()
+    lost: tuple[PeerGone, ...] = ()
     """Peers that a worker found gone."""
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "Reports":

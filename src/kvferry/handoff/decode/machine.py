@@ -16,11 +16,11 @@ A source (one prefill rank of a receive) is WAITING (asked, no answer), ACTIVE (
 
 from collections.abc import Callable, Sequence
 
-from kvferry.handoff.actions import Action, Disconnect, Peer, Ports, PostId, Send
+from kvferry.handoff.actions import Action, Disconnect, LayoutQueries, Peer, PostId, Send
 from kvferry.handoff.decode.receive import Receive, Source, State, claim, confirm, drop, read, register, revoke
-from kvferry.handoff.keep_alives import Holds
+from kvferry.handoff.keep_alives import KeepAlives
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
-from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Want
+from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
@@ -41,7 +41,7 @@ class DecodeMachine:
     def __init__(
         self,
         settings: FerrySettings,
-        ports: Ports,
+        ports: LayoutQueries,
         ranks_of: Callable[[str, str], Sequence[Peer] | None],
         *,
         num_ranks: int,
@@ -54,7 +54,7 @@ class DecodeMachine:
         self._whole_prefix = whole_prefix
         self._receives: dict[TransferId, Receive] = {}
         self._beats = Heartbeats(settings.lease, from_decode=True)
-        self._holds = Holds(self._beats, settings.transfer.deadline_s)
+        self._holds = KeepAlives(self._beats, settings.transfer.deadline_s)
         self._timers: Timers[TransferId] = Timers()
         self._posts: dict[PostId, tuple[Receive, Source]] = {}
         self._num_posts = 0
@@ -67,12 +67,12 @@ class DecodeMachine:
 
     # ---- orders of our engine
 
-    def hold(self, order: Hold, now_s: float) -> None:
+    def hold(self, order: KeepAlive, now_s: float) -> None:
         """The request waits in our queue: renew prefill's grant."""
         if order.transfer not in self._receives:
             self._holds.keep(order.transfer, self._ranks_of(order.engine, order.incarnation) or (), now_s)
 
-    def want(self, order: Want, now_s: float) -> None:
+    def want(self, order: Fetch, now_s: float) -> None:
         """Begin a receive. An unknown peer fails it at once; an empty want lands at once."""
         if order.transfer in self._receives:
             self.num_ignored += 1

@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvferry.handoff.actions import Peer, Ports, Post, PostId
-from kvferry.handoff.orders import Landed, Want
+from kvferry.handoff.actions import LayoutQueries, Peer, Post, PostId
+from kvferry.handoff.orders import Fetch, Landed
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import LeaseSettings, TransferMode
@@ -90,7 +90,7 @@ class Source:
             return self.heard_s + lease.ttl_s
         return self.safe_s if self.dead else self.still_s
 
-    def cut(self, want: Want, ports: Ports, ttl_s: float) -> None:
+    def cut(self, want: Fetch, ports: LayoutQueries, ttl_s: float) -> None:
         """Pull: cut what has become ready into parts that are short beside the lease."""
         if self.cut_last:
             return
@@ -124,7 +124,7 @@ class Source:
 class Receive:
     """One wanted transfer."""
 
-    want: Want
+    want: Fetch
     begun_s: float
     deadline_s: float
     sources: dict[int, Source] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class Receive:
         )
 
 
-def claim(want: Want, peer: Peer, num_ranks: int, seq: int) -> Claim:
+def claim(want: Fetch, peer: Peer, num_ranks: int, seq: int) -> Claim:
     """The message that asks to read."""
     wanted = want.wanted
     return Claim(
@@ -198,7 +198,7 @@ def claim(want: Want, peer: Peer, num_ranks: int, seq: int) -> Claim:
     )
 
 
-def register(want: Want, peer: Peer, num_ranks: int, ttl_s: float) -> Register:
+def register(want: Fetch, peer: Peer, num_ranks: int, ttl_s: float) -> Register:
     """The message that lets a prefill rank write."""
     return Register(
         to=peer.incarnation,
@@ -226,7 +226,7 @@ def revoke(transfer: TransferId, peer: Peer, num_ranks: int, reason: str) -> Rev
     return Revoke(to=peer.incarnation, transfer=transfer, ranks=num_ranks, reason=reason[:MAX_REASON_CHARS])
 
 
-def read(want: Want, source: Source, part: ReadPart, post: PostId) -> Post:
+def read(want: Fetch, source: Source, part: ReadPart, post: PostId) -> Post:
     """The action that reads one part."""
     whole = TokenRange(want.wanted.start, min(want.wanted.stop, source.ready_stop))
     return Post(

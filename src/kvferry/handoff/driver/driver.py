@@ -1,8 +1,9 @@
 """One thread a worker, between the state machines, the clock and the transport.
 
 The engine's thread only appends to a queue (submit) and takes finished reports (collect). Everything else, also calls
-that block for a whole copy, happens here: orders, messages, completions and deadlines go into the RankCore; its actions
-are carried out, sends before posts, and one post a turn, so that a long copy delays no heartbeat more than it must.
+that block for a whole copy, happens here: orders, messages, completions and deadlines go into the RankProtocol; its
+actions are carried out, sends before posts, and one post per turn, so that a long copy delays no heartbeat more than
+it must.
 """
 
 import logging
@@ -15,12 +16,12 @@ from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
 from kvferry.handoff.actions import Disconnect, Peer, Post, PostId, Send
 from kvferry.handoff.driver.links import Link, layouts_of, make_links
-from kvferry.handoff.driver.liveness import GONE_AFTER_S, Presence
+from kvferry.handoff.driver.liveness import GONE_AFTER_S, Liveness
 from kvferry.handoff.driver.mover import DirectMover, Moved, Mover
 from kvferry.handoff.driver.poll_interval import pause_s
-from kvferry.handoff.driver.queries import LinkPorts
-from kvferry.handoff.orders import Depart, Introduce, StepOrders, StepReport, merged
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.driver.queries import LinkQueries
+from kvferry.handoff.orders import PeerAccepted, PeerGone, StepOrders, StepReport, merged
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.handoff.verify import CacheMemory, DramMemory
 from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.layout.description import CacheKind, CacheLayout, Region
@@ -43,7 +44,7 @@ _START_S, _CLOSE_S = 60.0, 15.0
 
 @dataclass(slots=True)
 class _Engine:
-    introduce: Introduce
+    introduce: PeerAccepted
     links: list[Link]
 
 
@@ -94,10 +95,10 @@ class Driver:
         dram = DramMemory(layout)
         readable = memory if memory is not None else dram if dram.covers_all else None
         ports = {
-            inward: LinkPorts(self._links, layout, readable, settings.transfer.verify, inward=inward)
+            inward: LinkQueries(self._links, layout, readable, settings.transfer.verify, inward=inward)
             for inward in (False, True)
         }
-        self._core = RankCore(
+        self._core = RankProtocol(
             settings,
             ports[False],
             ports[True],
@@ -107,7 +108,7 @@ class Driver:
         )
         self._on_lost, self._on_report = on_lost, on_report or (lambda: None)
         self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
-        self._presence = Presence(self._gone_after_s, self._core.greet)
+        self._presence = Liveness(self._gone_after_s, self._core.greet)
         self._orders: deque[StepOrders] = deque()
         self._reports: deque[StepReport] = deque()
         self._bell, self._host = Doorbell(), settings.side_channel.host
@@ -255,7 +256,7 @@ class Driver:
             self._introduce(introduce, now_s)
         self._core.orders(orders, now_s)
 
-    def _introduce(self, introduce: Introduce, now_s: float) -> None:
+    def _introduce(self, introduce: PeerAccepted, now_s: float) -> None:
         if introduce.engine == self._me[0]:
             self._learn_own_layouts(introduce)
             return
@@ -277,7 +278,7 @@ class Driver:
             self._reconnect(link, now_s)
             self._presence.meet(link.name, now_s)
 
-    def _depart(self, depart: Depart, now_s: float) -> None:
+    def _depart(self, depart: PeerGone, now_s: float) -> None:
         known = self._engines.get(depart.engine)
         if known is None or known.introduce.incarnation != depart.incarnation:
             return
@@ -299,12 +300,12 @@ class Driver:
     def _miss(self, names: Sequence[PeerName], why: str, now_s: float) -> None:
         """These are gone for good, each with its whole engine: no hand-off does without a rank."""
         for engine in [one for one in self._engines.values() if any(link.name in names for link in one.links)]:
-            depart = Depart(engine.introduce.engine, engine.introduce.incarnation, why)
+            depart = PeerGone(engine.introduce.engine, engine.introduce.incarnation, why)
             self._depart(depart, now_s)
             if self._on_lost is not None:
                 self._on_lost(depart.engine, depart.incarnation, why)
 
-    def _make_links(self, introduce: Introduce) -> list[Link] | None:
+    def _make_links(self, introduce: PeerAccepted) -> list[Link] | None:
         try:
             hello, links = make_links(
                 introduce.hello,
@@ -320,7 +321,7 @@ class Driver:
             return None
         return links
 
-    def _learn_own_layouts(self, introduce: Introduce) -> None:
+    def _learn_own_layouts(self, introduce: PeerAccepted) -> None:
         """Our own engine's hello: from now on we know what our sibling ranks have, and so what we owe to whom."""
         if introduce.incarnation != self._me[1] or self._own_layouts:
             return

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from kvferry.ids import PeerName
 
-__all__ = ["GONE_AFTER_S", "Presence"]
+__all__ = ["GONE_AFTER_S", "Liveness"]
 
 GONE_AFTER_S = 60.0
 """A peer of which nothing was heard for so long (or two leases, if that is longer) is forgotten, within 1/4 of that."""
 _MAX_QUESTIONS = 3
 
 
-class Presence:
+class Liveness:
     """One a driver. `ask(name)` sends the question."""
 
     def __init__(self, gone_after_s: float, ask: Callable[[PeerName], None]) -> None:

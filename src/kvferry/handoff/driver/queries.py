@@ -12,7 +12,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import Verify
 
-__all__ = ["LinkPorts"]
+__all__ = ["LinkQueries"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ _MARGIN_S = 0.1
 """For the post itself, and for the thread to be scheduled."""
 
 
-class LinkPorts:
-    """See handoff.actions.Ports. `inward`: for the decode machine."""
+class LinkQueries:
+    """See handoff.actions.LayoutQueries. `inward`: for the decode machine."""
 
     def __init__(
         self,
@@ -45,22 +45,22 @@ class LinkPorts:
         return None if link is None else link.inward if self._inward else link.outward
 
     def owes(self, peer: Peer) -> bool:
-        """See Ports.owes."""
+        """See LayoutQueries.owes."""
         return self._flow(peer) is not None
 
     def unit_tokens(self, peer: Peer) -> int:
-        """See Ports.unit_tokens."""
+        """See LayoutQueries.unit_tokens."""
         flow = self._flow(peer)
         return 1 if flow is None else flow.unit_tokens
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """See Ports.write_s."""
+        """See LayoutQueries.write_s."""
         flow = self._flow(peer)
         num_bytes = 0 if flow is None else flow.bytes_per_token * num_tokens + flow.fixed_bytes
         return _MARGIN_S + num_bytes / _MIN_BYTES_PER_S
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """See Ports.digest."""
+        """See LayoutQueries.digest."""
         flow = self._flow(peer)
         if flow is None or self._memory is None or self._verify is Verify.OFF:
             return b""
@@ -73,7 +73,7 @@ class LinkPorts:
     def check(
         self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
     ) -> int:
-        """See Ports.check."""
+        """See LayoutQueries.check."""
         flow = self._flow(peer)
         if flow is None or self._memory is None or self._verify is Verify.OFF:
             return 0

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvferry.handoff.actions import Peer, Ports, Post, PostId
+from kvferry.handoff.actions import LayoutQueries, Peer, Post, PostId
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.transport.base import Operation
@@ -57,7 +57,7 @@ class Consumer:
     """Stopped is owed when the last write has ended."""
     cut_off: bool = False
 
-    def cut(self, grant: "Grant", ports: Ports) -> None:
+    def cut(self, grant: "Grant", ports: LayoutQueries) -> None:
         """Push: cut what has become ready into parts that are short beside the lease."""
         if self.cut_last:
             return

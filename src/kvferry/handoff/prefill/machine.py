@@ -15,7 +15,7 @@ counts from what we sent; no write starts that could outlive it.
 
 from collections import OrderedDict
 
-from kvferry.handoff.actions import Action, Disconnect, MachineLimits, Peer, Ports, PostId, Send
+from kvferry.handoff.actions import Action, Disconnect, LayoutQueries, MachineLimits, Peer, PostId, Send
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Offer, Withdraw
 from kvferry.handoff.prefill.grant import Consumer, ConsumerState, Grant, ready, write
@@ -46,7 +46,7 @@ _NEVER = float("inf")
 class PrefillMachine:
     """All grants of one prefill rank. No I/O: methods take the time, and leave actions in `actions`."""
 
-    def __init__(self, settings: FerrySettings, ports: Ports, limits: MachineLimits | None = None) -> None:
+    def __init__(self, settings: FerrySettings, ports: LayoutQueries, limits: MachineLimits | None = None) -> None:
         self._lease = settings.lease
         self._deadline_s = settings.transfer.deadline_s
         self._ports = ports

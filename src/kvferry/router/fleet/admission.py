@@ -10,7 +10,7 @@ them fails no request that has not begun to be answered.
 import math
 import time
 
-from kvferry.router.context import Attempts, Dispatcher
+from kvferry.router.context import Attempts, RouterContext
 from kvferry.router.fleet.policies import Wanted
 from kvferry.router.fleet.worker import Worker
 from kvferry.web.api_errors import ApiError
@@ -18,7 +18,7 @@ from kvferry.web.api_errors import ApiError
 __all__ = ["admit"]
 
 
-async def admit(shared: Dispatcher, tried: Attempts, wanted: Wanted, model: str | None) -> Worker:
+async def admit(shared: RouterContext, tried: Attempts, wanted: Wanted, model: str | None) -> Worker:
     """A decode worker that serves `model`. Raises ApiError if none can serve, or none has room in time."""
     fleet, settings = shared.fleet, shared.settings
     until_s: float | None = None
@@ -54,7 +54,7 @@ def _forgive(tried: Attempts) -> None:
         del tried.decode[worker]
 
 
-def _unsure_since_s(shared: Dispatcher, tried: Attempts) -> float:
+def _unsure_since_s(shared: RouterContext, tried: Attempts) -> float:
     """When the latest of those failed that may have gone with it: they are asked at once, and then it is known."""
     latest_s = -math.inf
     for failure in tried.of_decode:
@@ -67,7 +67,7 @@ def _unsure_since_s(shared: Dispatcher, tried: Attempts) -> float:
     return latest_s
 
 
-async def _wait(shared: Dispatcher, longest_s: float) -> None:
+async def _wait(shared: RouterContext, longest_s: float) -> None:
     shared.num_waiting += 1
     try:
         await shared.fleet.wait_change(longest_s)
@@ -86,7 +86,7 @@ def _full(candidates: list[Worker], more: str) -> ApiError:
     )
 
 
-def _nobody(shared: Dispatcher, tried: Attempts, more: str = "") -> ApiError:
+def _nobody(shared: RouterContext, tried: Attempts, more: str = "") -> ApiError:
     failures = tried.of_decode
     if failures:
         text = "; ".join(f"decode {failure}" for failure in failures)

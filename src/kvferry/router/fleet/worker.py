@@ -62,7 +62,7 @@ class Learned:
 
 
 @dataclass(slots=True)
-class Promise:
+class BlockReservation:
     """Blocks on decode that a dispatch will take, until the worker's own report counts them."""
 
     num_blocks: int
@@ -117,7 +117,7 @@ class Worker:
         self.gone = False
         """It was taken out of the fleet; what is open goes on."""
         self._waits: set[Wait] = set()
-        self._promises: dict[int, Promise] = {}
+        self._promises: dict[int, BlockReservation] = {}
         self._serial = itertools.count()
 
     @property
@@ -203,7 +203,7 @@ class Worker:
 
     def promised(self, num_tokens: int) -> "_Promised":
         """A context: keep room for a prompt for as long; its report takes over once decode has begun to answer."""
-        return _Promised(self._promises, next(self._serial), Promise(self.blocks_for(num_tokens)))
+        return _Promised(self._promises, next(self._serial), BlockReservation(self.blocks_for(num_tokens)))
 
     def reported(self, asked_s: float) -> None:
         """It has told its room; asked for at `asked_s` (monotonic)."""
@@ -258,12 +258,12 @@ class _Ending:
 class _Promised:
     __slots__ = ("_key", "_promise", "_promises")
 
-    def __init__(self, promises: dict[int, Promise], key: int, promise: Promise) -> None:
+    def __init__(self, promises: dict[int, BlockReservation], key: int, promise: BlockReservation) -> None:
         self._promises = promises
         self._key = key
         self._promise = promise
 
-    def __enter__(self) -> Promise:
+    def __enter__(self) -> BlockReservation:
         self._promises[self._key] = self._promise
         return self._promise
 

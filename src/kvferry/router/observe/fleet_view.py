@@ -1,12 +1,12 @@
 """What the router tells of its fleet: GET /v1/kvferry, and the word of /health."""
 
-from kvferry.router.context import Dispatcher
+from kvferry.router.context import RouterContext
 from kvferry.router.fleet.worker import Worker
 
 __all__ = ["fleet_view", "health_of"]
 
 
-def health_of(shared: Dispatcher, now_s: float) -> tuple[str, str]:
+def health_of(shared: RouterContext, now_s: float) -> tuple[str, str]:
     """`ok`, `degraded` or `unavailable`, and why. Degraded: requests are answered, and nothing is handed over."""
     fleet = shared.fleet
     decode = [worker for worker in fleet.decode if worker.why_unusable is None]
@@ -21,7 +21,7 @@ def health_of(shared: Dispatcher, now_s: float) -> tuple[str, str]:
     return "ok", "ready"
 
 
-def fleet_view(shared: Dispatcher, now_s: float) -> dict[str, object]:
+def fleet_view(shared: RouterContext, now_s: float) -> dict[str, object]:
     """Every worker, every pair with its numbers, and how requests are spread."""
     fleet, settings = shared.fleet, shared.settings
     status, reason = health_of(shared, now_s)
@@ -68,7 +68,7 @@ def _worker(worker: Worker, now_s: float) -> dict[str, object]:
     }
 
 
-def _pair(shared: Dispatcher, prefill: Worker, decode: Worker, now_s: float) -> dict[str, object]:
+def _pair(shared: RouterContext, prefill: Worker, decode: Worker, now_s: float) -> dict[str, object]:
     pair = shared.fleet.pairs.of(prefill, decode)
     return {
         "prefill": prefill.name,

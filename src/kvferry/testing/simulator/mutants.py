@@ -8,13 +8,13 @@ from types import MethodType
 from typing import Any
 
 from kvferry.handoff.actions import Action, Post, Send
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import PeerName
 from kvferry.wire.handoff_messages import Message, readdressed
 
 __all__ = ["MUTANTS", "Mutant"]
 
-Mutant = Callable[[RankCore], None]
+Mutant = Callable[[RankProtocol], None]
 
 
 def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -27,7 +27,7 @@ def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
     setattr(owner, name, MethodType(patched, owner))
 
 
-def free_while_writing(core: RankCore) -> None:
+def free_while_writing(core: RankProtocol) -> None:
     """Prefill frees on the lease's end, or on a revocation, although a write is in flight."""
 
     def settle(original: Callable[..., None], grant: Any, now_s: float) -> None:
@@ -49,7 +49,7 @@ def free_while_writing(core: RankCore) -> None:
     _patch(core.prefill, "completed", completed)
 
 
-def first_failed_rank_frees(core: RankCore) -> None:
+def first_failed_rank_frees(core: RankProtocol) -> None:
     """Decode frees the blocks when the first prefill rank has failed; its siblings may still write or be read."""
     decode = core.decode
 
@@ -71,7 +71,7 @@ def first_failed_rank_frees(core: RankCore) -> None:
     _patch(decode, "completed", completed)
 
 
-def completion_overwrites(core: RankCore) -> None:
+def completion_overwrites(core: RankProtocol) -> None:
     """Completions are kept by transfer: one takes the place of another, and the first to end well ends them all."""
     decode = core.decode
 
@@ -89,7 +89,7 @@ def completion_overwrites(core: RankCore) -> None:
     _patch(decode, "completed", completed)
 
 
-def scan_stops_at_live(core: RankCore) -> None:
+def scan_stops_at_live(core: RankProtocol) -> None:
     """The expiry scan stops at the first grant that still lives; those behind it are never looked at again."""
     prefill = core.prefill
 
@@ -107,7 +107,7 @@ def scan_stops_at_live(core: RankCore) -> None:
     _patch(prefill, "tick", tick)
 
 
-def wrong_heartbeat_id(core: RankCore) -> None:
+def wrong_heartbeat_id(core: RankProtocol) -> None:
     """An acknowledgement is taken for the latest heartbeat, not for the one that it answers."""
     for beats in (core.prefill._beats, core.decode._beats):
 
@@ -122,7 +122,7 @@ def wrong_heartbeat_id(core: RankCore) -> None:
         _patch(beats, "_match", match)
 
 
-def failure_not_told(core: RankCore) -> None:
+def failure_not_told(core: RankProtocol) -> None:
     """A side that gives up does not tell the other one."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
@@ -132,7 +132,7 @@ def failure_not_told(core: RankCore) -> None:
     _patch(core, "take_actions", take)
 
 
-def stale_registration(core: RankCore) -> None:
+def stale_registration(core: RankProtocol) -> None:
     """Registrations match by request id: the one of an earlier dispatch serves the next."""
     prefill = core.prefill
 
@@ -152,7 +152,7 @@ def stale_registration(core: RankCore) -> None:
     _patch(prefill, "offer", offer)
 
 
-def old_incarnation(core: RankCore) -> None:
+def old_incarnation(core: RankProtocol) -> None:
     """Messages count whoever they are from and for, as long as engine and rank are right."""
 
     def message(original: Callable[..., None], name: PeerName, body: Message, now_s: float) -> None:
@@ -166,7 +166,7 @@ def old_incarnation(core: RankCore) -> None:
     _patch(core, "message", message)
 
 
-def confirm_before_write(core: RankCore) -> None:
+def confirm_before_write(core: RankProtocol) -> None:
     """Prefill says that it wrote when it begins to; decode confirms when it begins to read."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
@@ -180,7 +180,7 @@ def confirm_before_write(core: RankCore) -> None:
     _patch(core, "take_actions", take)
 
 
-def abort_releases_at_once(core: RankCore) -> None:
+def abort_releases_at_once(core: RankProtocol) -> None:
     """A cancelled hand-off gives its blocks back without waiting for the peer."""
     decode = core.decode
 

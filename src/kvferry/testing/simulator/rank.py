@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.handoff.actions import Peer, Post, Send
 from kvferry.handoff.orders import StepOrders
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.simulated_memory import MAX_RANKS, Transfer, Violation
@@ -24,7 +24,7 @@ TOKEN_S = 0.02
 
 
 class SimRank:
-    """One rank of one incarnation: a RankCore, its clock, and the driver's part of the work."""
+    """One rank of one incarnation: a RankProtocol, its clock, and the driver's part of the work."""
 
     __slots__ = (
         "away",
@@ -54,7 +54,7 @@ class SimRank:
         self.tick_at_s = -1.0
         self.stash: dict[PeerName, list[Message]] = {}
         self.away: dict[PeerName, float] = {}
-        self.core = RankCore(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
+        self.core = RankProtocol(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
         world.prepare(self.core)
 
     def now_s(self) -> float:
@@ -176,7 +176,7 @@ class SimRank:
         tokens = len(transfer.pairs)
         self.core.completed(transfer.post.post, error, self.now_s(), started=started, num_bytes=tokens, num_runs=tokens)
 
-    # ---- handoff.actions.Ports
+    # ---- handoff.actions.LayoutQueries
 
     def owes(self, peer: Peer) -> bool:
         """Some rank pairs exchange nothing in some worlds."""

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.testing.simulator.mutants import MUTANTS
 from kvferry.testing.simulator.scenario import make_scenario
 from kvferry.testing.simulator.simulated_memory import Violation
@@ -51,7 +51,7 @@ class _Task:
     found: tuple[Found, ...] = ()
 
 
-def prepare_of(mutant: str | None) -> Callable[[RankCore], None]:
+def prepare_of(mutant: str | None) -> Callable[[RankProtocol], None]:
     """What is done to each core. Raises ConfigError for a mutant that does not exist."""
     if mutant is None:
         return _unchanged
@@ -60,7 +60,7 @@ def prepare_of(mutant: str | None) -> Callable[[RankCore], None]:
     return MUTANTS[mutant]
 
 
-def _unchanged(core: RankCore) -> None:
+def _unchanged(core: RankProtocol) -> None:
     pass
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.testing.simulator.scenario import Job, Scenario
 from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
@@ -18,7 +18,7 @@ _TRIES = 4
 """Other random streams that each smaller scenario is tried with: taking something away shifts the stream."""
 
 
-def failure_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> Violation | None:
+def failure_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> Violation | None:
     """What the world of this scenario violates."""
     try:
         World(scenario, prepare=prepare).run()
@@ -27,7 +27,7 @@ def failure_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> Viola
     return None
 
 
-def trace_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> list[str]:
+def trace_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> list[str]:
     """Every event of the world, up to the violation."""
     lines: list[str] = []
     world = World(scenario, prepare=prepare, trace=lines)
@@ -39,7 +39,7 @@ def trace_of(scenario: Scenario, prepare: Callable[[RankCore], None]) -> list[st
 
 
 def shrink(
-    scenario: Scenario, invariant: str, prepare: Callable[[RankCore], None], *, budget_s: float = 20.0
+    scenario: Scenario, invariant: str, prepare: Callable[[RankProtocol], None], *, budget_s: float = 20.0
 ) -> Scenario:
     """Take away jobs, faults and ranks while the same invariant fails. Deterministic but for the time it may take."""
     until_s = time.monotonic() + budget_s
@@ -56,7 +56,7 @@ def shrink(
     return scenario
 
 
-def _still_fails(scenario: Scenario, invariant: str, prepare: Callable[[RankCore], None]) -> Scenario | None:
+def _still_fails(scenario: Scenario, invariant: str, prepare: Callable[[RankProtocol], None]) -> Scenario | None:
     for shift in range(_TRIES):
         tried = replace(scenario, seed=scenario.seed + shift)
         violation = failure_of(tried, prepare)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvferry.handoff.orders import Cancel, Failed, Hold, Landed, Offer, StepOrders, StepReport, Want, Withdraw
+from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed, Offer, StepOrders, StepReport, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.rank import SimRank
@@ -232,7 +232,7 @@ class DecodeEngine(SimEngine):
         target = _Target(job, transfer, prefill, incarnation, must_land, attempt, self.world.now_s)
         self.jobs[transfer] = target
         if job.queue_s > 0.05:
-            self.order(StepOrders(hold=(Hold(transfer, prefill, incarnation),)))
+            self.order(StepOrders(hold=(KeepAlive(transfer, prefill, incarnation),)))
         self.world.after(job.queue_s, self._want, target)
         if job.cancel_s is not None:
             self.world.after(job.cancel_s, self._cancel, target, "the client went away")
@@ -254,7 +254,7 @@ class DecodeEngine(SimEngine):
             for token in range(job.cached_tokens):
                 base = blocks[token] * MAX_RANKS
                 cells[base : base + MAX_RANKS] = [target.local_tag + token] * MAX_RANKS
-        want = Want(
+        want = Fetch(
             target.transfer,
             RequestId(target.transfer.split("#")[0]),
             target.prefill,

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from kvferry.handoff.actions import Peer, Post
-from kvferry.handoff.rank_protocol import RankCore
+from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.testing.simulator.rank import TOKEN_S, SimRank, short
 from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
@@ -32,7 +32,7 @@ class World:
         self,
         scenario: Scenario,
         *,
-        prepare: Callable[[RankCore], None] = lambda core: None,
+        prepare: Callable[[RankProtocol], None] = lambda core: None,
         trace: list[str] | None = None,
     ) -> None:
         self.scenario = scenario

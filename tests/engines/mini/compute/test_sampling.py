@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import Row, choose, uniform
+from kvferry.engines.mini.compute.sampling import SamplingRow, choose, uniform
 from kvferry.errors import RequestError
 
 
-def _row(seed: int = 0, prompt: list[int] | None = None, answer: list[int] | None = None, **sampling: Any) -> Row:
-    return Row(SamplingParams(max_tokens=100, **sampling), seed, prompt or [], answer or [], frozenset((0,)))
+def _row(
+    seed: int = 0, prompt: list[int] | None = None, answer: list[int] | None = None, **sampling: Any
+) -> SamplingRow:
+    return SamplingRow(SamplingParams(max_tokens=100, **sampling), seed, prompt or [], answer or [], frozenset((0,)))
 
 
-def _pick(logits: list[float], row: Row) -> int:
+def _pick(logits: list[float], row: SamplingRow) -> int:
     return choose(torch.tensor([logits]), [row])[0].token
 
 

@@ -13,7 +13,7 @@ from kvferry.engines.mini.models.cache_spec import make_groups
 from kvferry.engines.mini.models.config import read_config
 from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.loading import kv_format
-from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.worker import WorkerSettings, describe
 from kvferry.errors import ConfigError, UnknownModel
@@ -85,7 +85,7 @@ def test_chunks_and_prefix_hits_change_no_token(tmp_path: Path, family: str, kv_
         settings = EngineSettings(
             model=str(directory), dtype="float32", kv_dtype=kv_dtype, num_blocks=64, max_batch_tokens=chunk
         )
-        engine = Engine(*equip(settings), settings)
+        engine = Engine(*build_executor(settings), settings)
         for name in ("first", "again"):
             engine.add(ask(name, prompt_of(50), max_tokens=6))
             answers.append(tokens_of(finish(engine)[name]))
@@ -103,7 +103,7 @@ def _with_scales(model: Path, **scales: torch.Tensor) -> Path:
 def test_scales_of_the_checkpoint_are_part_of_the_encoding(tmp_path: Path) -> None:
     model = _with_scales(make_tiny_model(tmp_path / "m"), k_scale=torch.tensor([0.0125]), v_scale=torch.tensor(2.0))
     settings = EngineSettings(model=str(model), dtype="float32", kv_dtype="fp8_e4m3", num_blocks=4)
-    _, executor = equip(settings)
+    _, executor = build_executor(settings)
     told = {(t.layer, t.part): t.encoding for t in executor.layouts[0].tensors}
     scale = torch.tensor(0.0125).item()
     assert told["layers.1.attn", "k"] == f"fp8_e4m3:{scale!r}"

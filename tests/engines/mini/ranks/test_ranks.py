@@ -15,11 +15,11 @@ import torch
 from kvferry.connector.base import StepOrders
 from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.cache_spec import ShareInput, StepInput
-from kvferry.engines.mini.ranks.build import equip
+from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.errors import ConfigError, RanksLost, UnknownModel
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind
@@ -55,8 +55,8 @@ def make_ranked(launcher: Launcher) -> Iterator[Any]:
     engines: list[Engine] = []
 
     def make(settings: EngineSettings, *, revives: bool = False) -> Engine:
-        model, executor = equip(settings, launcher)
-        revive = (lambda: (equip(settings, launcher)[1], None)) if revives else None
+        model, executor = build_executor(settings, launcher)
+        revive = (lambda: (build_executor(settings, launcher)[1], None)) if revives else None
         engines.append(Engine(model, executor, settings, revive=revive))
         return engines[-1]
 
@@ -77,7 +77,7 @@ def _logits(executor: Executor, prompt: list[int]) -> torch.Tensor:
         tables.append(BlockTable(group, 0, range(first, first + (1 if spec.kind is CacheKind.STATE else size))))
     parts = []
     for start, stop in ((0, len(prompt) - 3), (len(prompt) - 3, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
-        share = ShareInput(tuple(prompt[start:stop]), start, stop, tuple(tables), stop - start)
+        share = ChunkInput(tuple(prompt[start:stop]), start, stop, tuple(tables), stop - start)
         executor.submit(StepInput((share,)), StepOrders())
         logits = executor.collect().logits
         assert logits is not None
@@ -223,7 +223,7 @@ def test_without_a_revival_the_step_says_which_rank_died(tmp_path: Path, make_ra
 
 def test_a_rank_that_fails_says_how(tmp_path: Path, make_ranked: Any) -> None:
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2))
-    beyond = ShareInput((1 << 20,), 0, 1, (BlockTable(0, 0, (1,)),), 1)
+    beyond = ChunkInput((1 << 20,), 0, 1, (BlockTable(0, 0, (1,)),), 1)
     engine.executor.submit(StepInput((beyond,)), StepOrders())
     with pytest.raises(RanksLost, match=r"rank [01]: IndexError: index out of range"):
         engine.executor.collect()
@@ -283,4 +283,4 @@ def test_bad_input_is_told_in_the_operators_words(
 ) -> None:
     directory = make_tiny_model(tmp_path / "m", **changes)
     with pytest.raises(error, match=message):
-        equip(_settings(directory, **settings), launcher)
+        build_executor(_settings(directory, **settings), launcher)

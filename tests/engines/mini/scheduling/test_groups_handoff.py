@@ -23,7 +23,7 @@ from kvferry.engines.mini.ranks.executor import ConnectorStart
 from kvferry.engines.mini.scheduling.cache_groups import tokens_handed_over
 from kvferry.engines.mini.scheduling.request import Request
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.handoff.orders import Introduce
+from kvferry.handoff.orders import PeerAccepted
 from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings
 from kvferry.stats import PromptAccount
@@ -88,11 +88,11 @@ class Side:
         self.half = make_scheduler(identity, board, ferry, count)
         self.engine = Engine(position_model(), self.ranks, self.settings, connector=self.half)
 
-    def hello(self, role: Role) -> Introduce:
+    def hello(self, role: Role) -> PeerAccepted:
         layout, metadata = encode_layout(self.ranks.layouts[0]), self.ranks.metadata[0]
         rank = RankHello(layout=layout, transport="memory", transport_metadata=metadata)
         body = Hello(engine=self.id, incarnation=self.incarnation, role=role, ranks=(rank,), host="h", port=1)
-        return Introduce(self.id, self.incarnation, encode_hello(body))
+        return PeerAccepted(self.id, self.incarnation, encode_hello(body))
 
 
 class Pair:

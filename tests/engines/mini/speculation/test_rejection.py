@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import Row, choose, probabilities
+from kvferry.engines.mini.compute.sampling import SamplingRow, choose, probabilities
 from kvferry.engines.mini.speculation import rejection
 from kvferry.engines.mini.speculation import sampled_drafts as draws
 from kvferry.engines.mini.speculation.draft_records import Chance
@@ -44,7 +44,7 @@ class World:
         hears are those of another drafter."""
         rows, drafts, odds, logits = [], [], [], []
         for seed in range(num):
-            rows.append(Row(self.sampling, seed, [0], [], frozenset()))
+            rows.append(SamplingRow(self.sampling, seed, [0], [], frozenset()))
         made = [Drafts(Chance(self.sampling, seed, 0)) for seed in range(num)]
         heard = [Drafts(one.chance) for one in made]
         for _ in range(DEPTH):
@@ -115,7 +115,7 @@ def test_requests_of_all_kinds_in_one_step() -> None:
     odds = torch.softmax(torch.randn(2, VOCAB, generator=random), -1)
     by_chance = SamplingParams(temperature=1.0, logprobs=2)
     rows = [
-        Row(sampling, seed, [0], [], frozenset())
+        SamplingRow(sampling, seed, [0], [], frozenset())
         for seed, sampling in enumerate([SamplingParams(temperature=0.0), by_chance, by_chance, by_chance])
     ]
     drafts = [[int(logits[0].argmax())], [2, 3], [4, 1], []]
@@ -136,7 +136,7 @@ def test_requests_of_all_kinds_in_one_step() -> None:
 def test_penalties_see_the_drafts_before() -> None:
     """A token that was drafted and stood is punished behind it."""
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 8.0, 0.0]])
-    row = Row(SamplingParams(temperature=0.01, frequency_penalty=2.0), 1, [0], [], frozenset())
+    row = SamplingRow(SamplingParams(temperature=0.01, frequency_penalty=2.0), 1, [0], [], frozenset())
     assert [c.token for c in rejection.verify(logits, [row], [[0]], [torch.tensor([[1.0, 0.0, 0.0]])])[0]] == [0, 1]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import Row, choose
+from kvferry.engines.mini.compute.sampling import SamplingRow, choose
 from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
 from kvferry.engines.mini.speculation.rejection import verify
 
@@ -12,8 +12,8 @@ VOCAB = 8
 NO_EOS: frozenset[int] = frozenset()
 
 
-def row(seed: int = 0, *, temperature: float = 0.0, answer: list[int] | None = None, **sampling: float) -> Row:
-    return Row(SamplingParams(temperature=temperature, **sampling), seed, [1, 2], answer or [], NO_EOS)  # type: ignore[arg-type]
+def row(seed: int = 0, *, temperature: float = 0.0, answer: list[int] | None = None, **sampling: float) -> SamplingRow:
+    return SamplingRow(SamplingParams(temperature=temperature, **sampling), seed, [1, 2], answer or [], NO_EOS)  # type: ignore[arg-type]
 
 
 def one_hot(*tokens: int) -> torch.Tensor:

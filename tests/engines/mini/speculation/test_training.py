@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.engines.mini.models.config import find_model, read_config, read_json
 from kvferry.engines.mini.speculation.eagle3 import expected_tensors, read_eagle3
+from tests.harness.repository import ROOT
 
 pytestmark = pytest.mark.engine
 
 
 def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "training" / f"{name}.py"
+    path = ROOT / "training" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvferry.connector.base import Depart, StepReport
-from kvferry.engines.vllm.channel.report_queue import News
+from kvferry.connector.base import PeerGone, StepReport
+from kvferry.engines.vllm.channel.report_queue import ReportQueue
 from kvferry.ids import EngineId, Incarnation, TransferId
 
-GONE = Depart(EngineId("p"), Incarnation("1"), "gone")
+GONE = PeerGone(EngineId("p"), Incarnation("1"), "gone")
 
 
 def a_report(name: str) -> StepReport:
@@ -17,14 +17,14 @@ def a_report(name: str) -> StepReport:
 def test_each_report_is_told_once(line: bool) -> None:  # I4
     """By line, or, where there is none, with a step."""
     waiting = [StepReport(), a_report("a"), StepReport(), a_report("b")]
-    told: list[StepReport | Depart] = []
+    told: list[StepReport | PeerGone] = []
 
-    def tell(news: StepReport | Depart) -> bool:
+    def tell(news: StepReport | PeerGone) -> bool:
         if line:
             told.append(news)
         return line
 
-    news = News()
+    news = ReportQueue()
     news.report()  # before the half is there
     news.open(lambda: waiting.pop(0), tell)
     for _ in range(4):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.connector.base import Depart, Failed, Introduce, Landed, StepOrders, StepReport
-from kvferry.engines.vllm.channel.channel_hub import Mail
-from kvferry.engines.vllm.channel.worker_channel import SchedulerLine, WorkerLine
-from kvferry.handoff.orders import Want
+from kvferry.connector.base import Failed, Landed, PeerAccepted, PeerGone, StepOrders, StepReport
+from kvferry.engines.vllm.channel.channel_hub import ChannelHub
+from kvferry.engines.vllm.channel.worker_channel import SchedulerChannel, WorkerChannel
+from kvferry.handoff.orders import Fetch
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import TransferMode
@@ -17,12 +17,12 @@ from kvferry.settings import TransferMode
 WAIT_S = 10.0
 
 
-def came(name: str = "p", size: int = 10) -> Introduce:
-    return Introduce(EngineId(name), Incarnation("1"), bytes(size))
+def came(name: str = "p", size: int = 10) -> PeerAccepted:
+    return PeerAccepted(EngineId(name), Incarnation("1"), bytes(size))
 
 
-def left(name: str = "p") -> Depart:
-    return Depart(EngineId(name), Incarnation("1"), "it is gone")
+def left(name: str = "p") -> PeerGone:
+    return PeerGone(EngineId(name), Incarnation("1"), "it is gone")
 
 
 class Worker:
@@ -31,7 +31,7 @@ class Worker:
     def __init__(self) -> None:
         self.orders: list[StepOrders] = []
         self.changed = threading.Condition()
-        self.line = WorkerLine(self.hear)
+        self.line = WorkerChannel(self.hear)
 
     def hear(self, orders: StepOrders) -> None:
         with self.changed:
@@ -39,7 +39,7 @@ class Worker:
             self.changed.notify_all()
 
     @property
-    def heard(self) -> list[Introduce | Depart]:
+    def heard(self) -> list[PeerAccepted | PeerGone]:
         return [peer for one in self.orders for peer in (*one.introduce, *one.depart)]
 
     def wait_heard(self, count: int) -> bool:
@@ -55,13 +55,13 @@ def worker() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def mail() -> Iterator[Mail]:
-    one = Mail(None)
+def mail() -> Iterator[ChannelHub]:
+    one = ChannelHub(None)
     yield one
     one.close()
 
 
-def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, mail: Mail) -> None:
+def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, mail: ChannelHub) -> None:
     folder = Path(worker.line.address).parent
     assert folder.stat().st_mode & 0o077 == 0, "only its user may enter"
     mail.connect([worker.line.address])
@@ -80,7 +80,7 @@ def num_lines() -> int:
     return sum(thread.name == "kvferry-line" for thread in threading.enumerate())
 
 
-def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: Mail) -> None:
+def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: ChannelHub) -> None:
     mail.connect([worker.line.address])
     mail.tell(came(size=1 << 20))
     mail.tell(left())
@@ -90,7 +90,7 @@ def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: Mail) -> 
     assert not mail.pending, "the engine need not step for them"
 
 
-def test_what_was_sent_before_a_step_is_heard_before_its_orders(mail: Mail) -> None:
+def test_what_was_sent_before_a_step_is_heard_before_its_orders(mail: ChannelHub) -> None:
     """Whatever thread reads: an order that names a peer must find it known."""
     workers = [Worker() for _ in range(2)]
     try:
@@ -123,12 +123,12 @@ class WorkerLineReady:
         return False
 
 
-def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Mail) -> None:
+def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: ChannelHub) -> None:
     assert not mail.connected
     mail.connect([worker.line.address])
     assert mail.connected
     table = BlockTable(0, 16, (7, 8))
-    want = Want(
+    want = Fetch(
         transfer=TransferId("t"),
         request=RequestId("r"),
         engine=EngineId("p"),
@@ -150,7 +150,7 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Mail) -
 
 def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
     woken = threading.Semaphore(0)
-    mail = Mail(woken.release)
+    mail = ChannelHub(woken.release)
     report = StepReport(
         landed=(Landed(TransferId("t"), RequestId("r"), TokenRange(0, 9), 1, 2, 0.5, note=b"n"),),
         failed=(Failed(TransferId("u"), RequestId("s"), "gone", TokenRange(0, 0)),),
@@ -174,7 +174,7 @@ def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
 @pytest.mark.parametrize("addresses", [[""], ["missing"], ["there", "missing"]])
 def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addresses: list[str], tmp_path: Path) -> None:
     woken: list[None] = []
-    mail = Mail(lambda: woken.append(None))
+    mail = ChannelHub(lambda: woken.append(None))
     paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.line.address}
     mail.connect([paths[one] for one in addresses])
     mail.tell(came())
@@ -192,18 +192,18 @@ def test_nothing_is_left_of_a_line() -> None:
     worker = Worker()
     address = Path(worker.line.address)
     assert address.parent.stat().st_mode & 0o077 == 0, "only its user may knock"
-    end = SchedulerLine(str(address), lambda _news: None)
+    end = SchedulerChannel(str(address), lambda _news: None)
     assert WorkerLineReady(worker).wait()
     assert not address.exists(), "nobody else can come"
     end.close()
     worker.line.close()
-    never = WorkerLine(worker.hear)
+    never = WorkerChannel(worker.hear)
     never.close()
     assert num_lines() == before
 
 
 def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
-    end = SchedulerLine(worker.line.address, lambda _news: None)
+    end = SchedulerChannel(worker.line.address, lambda _news: None)
     assert WorkerLineReady(worker).wait()
     worker.line.close()
     for _ in range(3):

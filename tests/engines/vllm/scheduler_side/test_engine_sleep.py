@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake, find_wake
+from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep, find_wake
 
 
 class Words(enum.Enum):
@@ -33,7 +33,7 @@ class Core:
 def test_the_engine_that_makes_its_connector_is_woken() -> None:
     core = Core()
     wake = core.connector.wake
-    assert isinstance(wake, Wake)
+    assert isinstance(wake, EngineSleep)
     wake()
     assert core.input_queue.get_nowait() == (Words.WAKEUP, None)
 

@@ -18,8 +18,8 @@ import torch
 from kvferry.engines.mini.cache.pages import LayerPages
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.tiles import Merged, attend_tile
-from kvferry.engines.mini.models.cache_spec import ShareInput
 from kvferry.engines.mini.models.families.base import Sequences
+from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["StepBatch"]
 
@@ -84,7 +84,7 @@ class StepBatch:
     """See families.base.Batch."""
 
     def __init__(
-        self, cache: KVCache, shares: Sequence[ShareInput], dtype: torch.dtype, pages: dict[str, LayerPages]
+        self, cache: KVCache, shares: Sequence[ChunkInput], dtype: torch.dtype, pages: dict[str, LayerPages]
     ) -> None:
         """`shares`: those of one token first. `dtype`: of the computation. `pages`: filled here, for all steps."""
         self._cache = cache

@@ -8,8 +8,8 @@ import torch
 from kvferry.engines.mini.cache.pages import LayerPages
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.attention import StepBatch
-from kvferry.engines.mini.models.cache_spec import ShareInput
 from kvferry.engines.mini.models.families.base import Network
+from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["Runner"]
 
@@ -24,7 +24,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, shares: Sequence[ShareInput], hidden: torch.Tensor | None = None, *, last: bool = True
+        self, shares: Sequence[ChunkInput], hidden: torch.Tensor | None = None, *, last: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the KV of all tokens of some shares, of which those of one token come first.
 

@@ -13,14 +13,24 @@ import xxhash
 
 from kvferry.engines.mini.api import SamplingParams, TokenLogprobs
 
-__all__ = ["GREEDY_BELOW", "Chosen", "Row", "choose", "logprobs_of", "pick", "probabilities", "touch", "uniform"]
+__all__ = [
+    "GREEDY_BELOW",
+    "SampledToken",
+    "SamplingRow",
+    "choose",
+    "logprobs_of",
+    "pick",
+    "probabilities",
+    "touch",
+    "uniform",
+]
 
 GREEDY_BELOW = 1e-5
 """A lower temperature is greedy: dividing by it would only bring infinities."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingRow:
     """What is known of the request whose logits are one row."""
 
     sampling: SamplingParams
@@ -43,7 +53,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """One request's next token."""
 
     token: int
@@ -57,7 +67,7 @@ def uniform(seed: int, draw: int) -> float:
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
+def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """`logits`: [len(rows), vocab_size], float32; overwritten."""
     with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     untouched = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
@@ -74,10 +84,10 @@ def choose(logits: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
     if untouched is not None:
         for at, i in enumerate(with_logprobs):
             found[i] = logprobs_of(untouched[at], chosen[i], rows[i].sampling.logprobs or 0)
-    return [Chosen(token, found.get(i)) for i, token in enumerate(chosen)]
+    return [SampledToken(token, found.get(i)) for i, token in enumerate(chosen)]
 
 
-def touch(logits: torch.Tensor, row: Row) -> None:
+def touch(logits: torch.Tensor, row: SamplingRow) -> None:
     """Bias, penalties, and no end before `min_tokens`; in place, one row."""
     s, vocab, device = row.sampling, len(logits), logits.device
     if s.repetition_penalty != 1.0:  # prompt and answer; Keskar et al. 2019

@@ -1,6 +1,6 @@
-"""The records between the scheduler, the cache and the network: what a layer keeps, and what one step computes.
+"""What each layer keeps in the cache, and how layers share block tables in groups.
 
-All are frozen and hold no object of the engine, so that they can go to ranks in other processes.
+The records are frozen and hold no object of the engine, so that they can go to ranks in other processes.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,12 @@ from math import prod
 
 import torch
 
-from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind
 
 __all__ = [
     "CachePart",
     "GroupSpec",
     "LayerCache",
-    "ShareInput",
-    "StepInput",
     "make_groups",
 ]
 
@@ -102,36 +99,3 @@ def make_groups(layers: Sequence[LayerCache]) -> tuple[GroupSpec, ...]:
         count = -(-len(names) // (page // sizes[key]))
         groups += [GroupSpec(*key, tuple(names[first::count])) for first in range(count)]
     return tuple(groups)
-
-
-@dataclass(frozen=True, slots=True)
-class ShareInput:
-    """Compute tokens [start, stop) of one request."""
-
-    token_ids: tuple[int, ...]
-    """Those tokens."""
-    start: int
-    stop: int
-    tables: tuple[BlockTable, ...]
-    """One a group, in their order, with a block for every token of [start, stop) and for all that these look back on.
-    STATE: the slot that holds the state after `start` tokens (zeros for 0), where the one after `stop` goes."""
-    num_logits: int
-    """Wanted are the logits behind each of so many last tokens."""
-    key: str = ""
-    """Of the request, for a drafter that keeps something of it from step to step; another one after each new start."""
-    base: int = 0
-    """Tokens before it, the first of a block, are not looked at: a drafter's cache may begin behind the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One step, as every rank gets it. In this order: copies (all are read before one is written), clear, shares."""
-
-    shares: tuple[ShareInput, ...] = ()
-    """Those of one token first."""
-    clear: tuple[int, ...] = ()
-    """Pages to be zeroed before anybody writes to them."""
-    copies: tuple[tuple[int, int], ...] = ()
-    """Pages to be copied whole: (from, to)."""
-    forget: tuple[str, ...] = ()
-    """Keys of requests that a drafter need not remember any more."""

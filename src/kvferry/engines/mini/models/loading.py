@@ -22,7 +22,7 @@ from kvferry.engines.mini.models.tokenizer import Tokenizer
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["LoadedModel", "ModelCard", "expected_tensors", "kv_format", "load_model", "open_model", "open_weights"]
+__all__ = ["LoadedModel", "OpenedModel", "expected_tensors", "kv_format", "load_model", "open_model", "open_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
+class OpenedModel:
     """A model that was found and checked. Its weights may be in other processes."""
 
     name: str
@@ -49,14 +49,14 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel(ModelCard):
+class LoadedModel(OpenedModel):
     """A model, or one rank's part of it, ready to run."""
 
     network: Network
     device: torch.device
 
 
-def open_model(settings: EngineSettings) -> ModelCard:
+def open_model(settings: EngineSettings) -> OpenedModel:
     """Find and check a model, and read everything but its weights. Raises as load_model."""
     directory = find_model(settings.model)
     config = read_config(directory)
@@ -64,7 +64,7 @@ def open_model(settings: EngineSettings) -> ModelCard:
     weights = _Weights(directory, _weight_files(directory), dtype, _device(settings.device))
     weights.check(config)
     kv = kv_format(settings, config, directory)
-    return ModelCard(settings.model, directory, config, Tokenizer.from_directory(directory), dtype, kv)
+    return OpenedModel(settings.model, directory, config, Tokenizer.from_directory(directory), dtype, kv)
 
 
 def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedModel:

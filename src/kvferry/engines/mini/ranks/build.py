@@ -3,7 +3,7 @@
 import torch
 
 from kvferry.engines.mini.cache.pool import KVCache
-from kvferry.engines.mini.models.loading import ModelCard, load_model, open_model
+from kvferry.engines.mini.models.loading import OpenedModel, load_model, open_model
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.ranks.executor import Executor, LocalExecutor
 from kvferry.engines.mini.ranks.launcher import Launcher
@@ -12,10 +12,10 @@ from kvferry.engines.mini.ranks.sizing import agreed_blocks, check_parallel, gro
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.load_drafter import find_drafter, load_drafter
 
-__all__ = ["equip"]
+__all__ = ["build_executor"]
 
 
-def equip(settings: EngineSettings, launcher: Launcher | None = None) -> tuple[ModelCard, Executor]:
+def build_executor(settings: EngineSettings, launcher: Launcher | None = None) -> tuple[OpenedModel, Executor]:
     """Load the model and make the cache: here, or in rank processes. Blocks. `launcher`: see ProcessExecutor.
 
     Raises UnknownModel or ConfigError, where it can be before a process is started; then nothing is left behind.

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.connector.base import StepOrders, StepReport
-from kvferry.engines.mini.models.cache_spec import StepInput
 from kvferry.engines.mini.ranks.executor import ConnectorStart
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput
-from kvferry.ids import EngineId, Incarnation
+from kvferry.engines.mini.step import StepInput
 from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
 
@@ -32,7 +31,6 @@ __all__ = [
     "Drain",
     "Loaded",
     "Orders",
-    "PeerGone",
     "RankFailed",
     "Start",
     "Status",
@@ -148,15 +146,6 @@ class Status:
     report: StepReport
     stats: HandoffStats
     drained: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PeerGone:
-    """The worker half has found that an accepted peer is gone."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from typing import Protocol
 
 import torch
 
-from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport, WorkerHalf
+from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport, WorkerHalf
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.runner import Runner
-from kvferry.engines.mini.models.cache_spec import StepInput
 from kvferry.engines.mini.models.families.base import Network
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.speculation.chain import Drafter
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput
+from kvferry.engines.mini.step import StepInput
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import FerrySettings
@@ -110,11 +110,11 @@ class Executor(Protocol):
         for a transport that cannot be had."""
         ...
 
-    def introduce(self, peer: Introduce) -> None:
+    def introduce(self, peer: PeerAccepted) -> None:
         """A peer was accepted. Never blocks, as the next three."""
         ...
 
-    def depart(self, peer: Depart) -> None:
+    def depart(self, peer: PeerGone) -> None:
         """A peer is gone."""
         ...
 
@@ -295,11 +295,11 @@ class LocalExecutor:
         assert self._handoffs is not None, "connect() comes first"
         return self._handoffs
 
-    def introduce(self, peer: Introduce) -> None:
+    def introduce(self, peer: PeerAccepted) -> None:
         """See Executor."""
         self._connected().introduce(peer)
 
-    def depart(self, peer: Depart) -> None:
+    def depart(self, peer: PeerGone) -> None:
         """See Executor."""
         self._connected().depart(peer)
 

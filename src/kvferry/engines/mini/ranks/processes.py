@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
-from kvferry.engines.mini.models.cache_spec import StepInput
+from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport
 from kvferry.engines.mini.ranks.control import (
     Ask,
     Channel,
@@ -37,7 +36,6 @@ from kvferry.engines.mini.ranks.control import (
     Drain,
     Loaded,
     Orders,
-    PeerGone,
     RankFailed,
     Start,
     Status,
@@ -48,6 +46,7 @@ from kvferry.engines.mini.ranks.executor import ConnectorStart, OnPeerLost, Step
 from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput
+from kvferry.engines.mini.step import StepInput
 from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
 from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
@@ -256,11 +255,11 @@ class ProcessExecutor:
 
     # ---- all worker halves as one
 
-    def introduce(self, peer: Introduce) -> None:
+    def introduce(self, peer: PeerAccepted) -> None:
         """See HandoffWorker."""
         self._tell_all(Orders(StepOrders(introduce=(peer,))))
 
-    def depart(self, peer: Depart) -> None:
+    def depart(self, peer: PeerGone) -> None:
         """See HandoffWorker."""
         self._tell_all(Orders(StepOrders(depart=(peer,))))
 

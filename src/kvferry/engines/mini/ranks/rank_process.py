@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from kvferry.connector.base import StepReport
+from kvferry.connector.base import PeerGone, StepReport
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.models.loading import load_model
@@ -38,7 +38,6 @@ from kvferry.engines.mini.ranks.control import (
     Drain,
     Loaded,
     Orders,
-    PeerGone,
     RankFailed,
     Start,
     Status,

@@ -7,7 +7,7 @@ from kvferry.engines.mini.models.families import family_of
 from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.speculation.drafter_info import DrafterCard
+from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.errors import ConfigError
 
 __all__ = ["agreed_blocks", "check_parallel", "groups_of", "layers_of", "shards"]
@@ -19,7 +19,7 @@ def shards(tp: int, pp: int) -> tuple[Shard, ...]:
 
 
 def layers_of(
-    config: ModelConfig, kv: KvFormat, shard: Shard, drafter: DrafterCard | None = None
+    config: ModelConfig, kv: KvFormat, shard: Shard, drafter: DrafterInfo | None = None
 ) -> tuple[LayerCache, ...]:
     """What the layers of one rank keep, the drafter's included. Raises ConfigError where the model cannot be split that
     way."""
@@ -27,13 +27,13 @@ def layers_of(
     return (*family_of(config.architecture).caches(config, shard, kv), *drafts)
 
 
-def groups_of(config: ModelConfig, kv: KvFormat, pp: int, drafter: DrafterCard | None = None) -> tuple[GroupSpec, ...]:
+def groups_of(config: ModelConfig, kv: KvFormat, pp: int, drafter: DrafterInfo | None = None) -> tuple[GroupSpec, ...]:
     """Cache groups over all stages: the same on every rank, so that block tables are."""
     return make_groups([layer for shard in shards(1, pp) for layer in layers_of(config, kv, shard, drafter)])
 
 
 def agreed_blocks(
-    config: ModelConfig, kv: KvFormat, settings: EngineSettings, drafter: DrafterCard | None = None
+    config: ModelConfig, kv: KvFormat, settings: EngineSettings, drafter: DrafterInfo | None = None
 ) -> int:
     """How many blocks every rank can have: the least that any of them can.
 

@@ -18,11 +18,11 @@ from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManage
 from kvferry.engines.mini.scheduling.request import GroupBlocks, Request
 from kvferry.layout.description import CacheGroup, CacheKind
 
-__all__ = ["Changes", "Groups", "Known", "tokens_handed_over"]
+__all__ = ["Changes", "Groups", "PrefixHit", "tokens_handed_over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PrefixHit:
     """Tokens [0, num_tokens) of a request, as the prefix cache has them."""
 
     num_tokens: int
@@ -114,11 +114,11 @@ class Groups:
 
     # The prefix cache
 
-    def nothing(self) -> Known:
+    def nothing(self) -> PrefixHit:
         """No token is known."""
-        return Known(0, tuple(GroupBlocks() for _ in self.specs))
+        return PrefixHit(0, tuple(GroupBlocks() for _ in self.specs))
 
-    def find(self, hashes: Sequence[BlockHash]) -> Known:
+    def find(self, hashes: Sequence[BlockHash]) -> PrefixHit:
         """The longest prefix behind which a request can go on by itself. `hashes`: of the blocks that may be used."""
         count = self._longest_full(hashes)
         while count:
@@ -129,7 +129,7 @@ class Groups:
             count = fewer if fewer < count else count - 1
         return self.nothing()
 
-    def find_before(self, hashes: Sequence[BlockHash], stop: int) -> Known:
+    def find_before(self, hashes: Sequence[BlockHash], stop: int) -> PrefixHit:
         """The longest prefix, shorter than that, which need not come from the engine that brings the tokens up to
         `stop`."""
         # Without a FULL group only what can be gone on behind is known to be here: the rest may be just not needed.
@@ -155,7 +155,7 @@ class Groups:
                 return at
         return count
 
-    def _known(self, hashes: Sequence[BlockHash], count: int, position: int, *, states: bool) -> Known:
+    def _known(self, hashes: Sequence[BlockHash], count: int, position: int, *, states: bool) -> PrefixHit:
         held = []
         for group, spec in enumerate(self.specs):
             if spec.kind is CacheKind.STATE:
@@ -165,11 +165,11 @@ class Groups:
             found = [self._blocks.lookup(hashes[i], group) for i in at]
             first = 0 if spec.kind is CacheKind.STATE else at.start
             held.append(GroupBlocks(first, [block for block in found if block is not None]))
-        return Known(count * self._size, tuple(held))
+        return PrefixHit(count * self._size, tuple(held))
 
     # Taking and giving
 
-    def admission(self, known: Known, goal: int, brought: int | None) -> list[int]:
+    def admission(self, known: PrefixHit, goal: int, brought: int | None) -> list[int]:
         """How many fresh blocks each group needs for a request of `goal` tokens that begins with `known`.
 
         `brought`: the tokens before it come from another engine, with the windows at their end. A window gets what it
@@ -192,7 +192,7 @@ class Groups:
         return held.first if held.ids or brought is None else self.first_needed(group, brought)
 
     def admit(
-        self, request: Request, known: Known, counts: Sequence[int], brought: int | None, changes: Changes
+        self, request: Request, known: PrefixHit, counts: Sequence[int], brought: int | None, changes: Changes
     ) -> None:
         """Give a request its blocks. The caller has asked `fits`."""
         request.blocks, request.block_tokens = [], self._size

@@ -13,7 +13,7 @@ from kvferry.ids import RequestId
 from kvferry.stats import HandoffTiming
 from kvferry.wire.first_token import FirstToken, decode_first_token
 
-__all__ = ["Landings", "Settled"]
+__all__ = ["HandoffResults", "Settled"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Settled:
     """Blocks in which a hand-off has left what nobody vouches for: to be cleared before the next step."""
 
 
-class Landings:
+class HandoffResults:
     """On the engine's thread. `requests`: all that are open in the engine, which keeps them."""
 
     def __init__(

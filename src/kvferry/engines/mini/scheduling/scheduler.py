@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from kvferry.connector.base import Match, SchedulerHalf
 from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
-from kvferry.engines.mini.scheduling.cache_groups import Changes, Groups, Known
+from kvferry.engines.mini.scheduling.cache_groups import Changes, Groups, PrefixHit
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.description import CacheGroup
 
-__all__ = ["Scheduler", "Share", "StepPlan"]
+__all__ = ["ScheduledChunk", "Scheduler", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ScheduledChunk:
     """Compute tokens [start, stop) of a request."""
 
     request: Request
@@ -54,7 +54,7 @@ class Share:
 class StepPlan:
     """What one step does."""
 
-    shares: list[Share] = field(default_factory=list)
+    shares: list[ScheduledChunk] = field(default_factory=list)
     """Decoding requests, a token each, then pieces of prompts."""
     changes: Changes = field(default_factory=Changes)
     """What has to be done to blocks before."""
@@ -172,7 +172,7 @@ class Scheduler:
             drafts = drafts[: max(0, room - stop)]
         if drafts and self.groups.has_state and not self.groups.set_aside(request, plan.changes):
             drafts = ()
-        share = Share(request, start, stop + len(drafts), drafts)
+        share = ScheduledChunk(request, start, stop + len(drafts), drafts)
         plan.shares.append(share)
         return share.stop - start
 
@@ -256,7 +256,7 @@ class Scheduler:
                 if self._grow(request, stop, plan):
                     budget -= self._add_share(plan, request, stop, budget)
 
-    def _look_up(self, request: Request) -> tuple[Known, Match, int | None, list[int]]:
+    def _look_up(self, request: Request) -> tuple[PrefixHit, Match, int | None, list[int]]:
         """What of a request is here, what comes from outside, up to which token (None: nothing comes), and how many
         fresh blocks each group needs besides."""
         hashes = request.hashes
@@ -271,7 +271,7 @@ class Scheduler:
             counts = self.groups.admission(known, request.goal, brought)
         return known, match, brought, counts
 
-    def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[Known, Match, int | None]:
+    def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[PrefixHit, Match, int | None]:
         """The same for the blocks of the prefix cache with these hashes."""
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
@@ -294,7 +294,7 @@ class Scheduler:
             assert known.num_tokens + match.num_tokens == stop, f"connector moved the end of a hand-off from {stop}"
         return known, match, stop if match.num_tokens else None
 
-    def _match(self, request: Request, known: Known) -> Match:
+    def _match(self, request: Request, known: PrefixHit) -> Match:
         assert self._connector is not None, "only a request from another engine is matched"
         match = self._connector.match(request, known.num_tokens)
         room = request.num_prompt_tokens - known.num_tokens

@@ -16,10 +16,10 @@ from typing import Protocol
 
 import torch
 
-from kvferry.engines.mini.models.cache_spec import ShareInput
 from kvferry.engines.mini.models.families.base import Batch
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput, DraftShare
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["ChainDrafter", "Drafter", "MakeBatch", "Module"]
 
@@ -27,7 +27,7 @@ __all__ = ["ChainDrafter", "Drafter", "MakeBatch", "Module"]
 class MakeBatch(Protocol):
     """How the runner's batches are made."""
 
-    def __call__(self, shares: Sequence[ShareInput]) -> Batch:
+    def __call__(self, shares: Sequence[ChunkInput]) -> Batch:
         """Of shares of which those of one token come first."""
         ...
 
@@ -35,7 +35,7 @@ class MakeBatch(Protocol):
 class Drafter(Protocol):
     """A drafter of the last pipeline stage. Every tensor-parallel rank of it makes the same calls in the same order."""
 
-    def absorb(self, shares: Sequence[ShareInput], hidden: torch.Tensor) -> None:
+    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """The target has computed these shares: rows of `hidden`, in their order; not all of them may stand.
         `hidden`: what `lift` wants: hidden states before the last norm, or those of the auxiliary layers."""
         ...
@@ -130,7 +130,7 @@ class ChainDrafter:
         self._states: dict[str, _State] = {}
 
     @torch.inference_mode()
-    def absorb(self, shares: Sequence[ShareInput], hidden: torch.Tensor) -> None:
+    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """See Drafter."""
         lifted = self._modules[0].lift(hidden)
         at = 0
@@ -229,14 +229,14 @@ class ChainDrafter:
         outs = [job.source[:0] for job in jobs]
         if not order:
             return outs
-        shares: list[ShareInput] = []
+        shares: list[ChunkInput] = []
         tokens: list[int] = []
         for n in order:
             job, begin, end = jobs[n], begins[n], begins[n] + counts[n]
             ids = tuple(job.token(slot + 1 + i) for slot in range(begin, end))
             tokens += ids
             tables, base = job.share.tables, job.share.base
-            shares.append(ShareInput(token_ids=ids, start=begin, stop=end, tables=tables, num_logits=0, base=base))
+            shares.append(ChunkInput(token_ids=ids, start=begin, stop=end, tables=tables, num_logits=0, base=base))
         before = torch.cat([jobs[n].source[: counts[n]] for n in order])
         out = self._modules[i].run(torch.tensor(tokens, device=self._device), before, self._make_batch(shares))
         for n, rows in zip(order, torch.split(out, [counts[n] for n in order]), strict=True):

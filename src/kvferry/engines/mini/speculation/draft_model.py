@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from kvferry.engines.mini.models.cache_spec import ShareInput
 from kvferry.engines.mini.models.families.base import Batch, Network, Sequences
 from kvferry.engines.mini.speculation.chain import MakeBatch
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput, DraftShare
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["DRAFT_PREFIX", "DraftModel"]
 
@@ -64,7 +64,7 @@ class DraftModel:
         """Slots [0, n) of a request are computed."""
         self._begun: set[str] = set()
 
-    def absorb(self, shares: Sequence[ShareInput], hidden: torch.Tensor) -> None:
+    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """See Drafter. Only where a request begins here: what is before has come from a peer or the prefix cache."""
         for share in shares:
             self._final.setdefault(share.key, share.start)
@@ -122,7 +122,7 @@ class DraftModel:
             ids = text[begins[n] - shares[n].first : ends[n] - shares[n].first]
             assert len(ids) == ends[n] - begins[n], "the engine sends all tokens that the drafter has not computed"
             tables = shares[n].tables
-            inputs.append(ShareInput(token_ids=ids, start=begins[n], stop=ends[n], tables=tables, num_logits=1))
+            inputs.append(ChunkInput(token_ids=ids, start=begins[n], stop=ends[n], tables=tables, num_logits=1))
         tokens = torch.tensor([token for share in inputs for token in share.token_ids], device=self._device)
         hidden = self._network.forward(tokens, _Renamed(self._make_batch(inputs)))
         last = torch.tensor([share.stop - share.start for share in inputs]).cumsum(0) - 1

@@ -29,7 +29,7 @@ class DraftShare:
     """One request after a step in which it had a share."""
 
     key: str
-    """As in the step's ShareInput."""
+    """As in the step's ChunkInput."""
     first: int
     """Position of tokens[0]; not behind the first token of the step's share less the number of modules."""
     tokens: tuple[int, ...]

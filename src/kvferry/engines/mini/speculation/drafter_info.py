@@ -9,7 +9,7 @@ from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.cache.pages import LayerPages
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.attention import StepBatch
-from kvferry.engines.mini.models.cache_spec import LayerCache, ShareInput
+from kvferry.engines.mini.models.cache_spec import LayerCache
 from kvferry.engines.mini.models.config import ModelConfig, find_model, read_config, read_json
 from kvferry.engines.mini.models.families import family_of
 from kvferry.engines.mini.models.families.base import Weights
@@ -21,9 +21,10 @@ from kvferry.engines.mini.speculation import eagle3, mtp
 from kvferry.engines.mini.speculation.chain import ChainDrafter, Drafter
 from kvferry.engines.mini.speculation.draft_model import DRAFT_PREFIX, DraftModel
 from kvferry.engines.mini.speculation.settings import TEXT_METHODS, SpeculationSettings, SpeculativeConfig
+from kvferry.engines.mini.step import ChunkInput
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["DrafterCard", "OpenWeights", "make_drafter", "open_drafter"]
+__all__ = ["DrafterInfo", "OpenWeights", "make_drafter", "open_drafter"]
 
 T = TypeVar("T")
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
@@ -38,7 +39,7 @@ class OpenWeights(Weights, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterCard:
+class DrafterInfo:
     """A drafter that was found and checked. Its weights may be in other processes."""
 
     speculative: SpeculativeConfig
@@ -91,11 +92,11 @@ class DrafterCard:
         )
 
 
-def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelConfig, *, pp: int = 1) -> DrafterCard:
+def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelConfig, *, pp: int = 1) -> DrafterInfo:
     """Find and check the drafter of a target in `directory`. Raises UnknownModel, or ConfigError where the two, or the
     drafter and `pp` stages, do not go together."""
     if settings.method in TEXT_METHODS:
-        return DrafterCard(SpeculativeConfig(settings, 0), None, None)
+        return DrafterInfo(SpeculativeConfig(settings, 0), None, None)
     if settings.method == "mtp":
         path = directory / "config.json"
         modules = _read(path, lambda raw: mtp.read_modules(raw))
@@ -104,7 +105,7 @@ def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelCo
                 f"speculative method='mtp', and {str(directory)!r} has no MTP modules (num_nextn_predict_layers in its "
                 "config.json). Use another method, or a checkpoint with modules."
             )
-        return DrafterCard(SpeculativeConfig(settings, modules.num_layers), None, modules)
+        return DrafterInfo(SpeculativeConfig(settings, modules.num_layers), None, modules)
     own = find_model(settings.model or "")
     if settings.method == "eagle3":
         if pp > 1:
@@ -113,7 +114,7 @@ def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelCo
                 "Use --pp 1, or mtp or draft_model."
             )
         head = _read(own / "config.json", lambda raw: eagle3.read_eagle3(raw, target))
-        return DrafterCard(SpeculativeConfig(settings, 1), own, head)
+        return DrafterInfo(SpeculativeConfig(settings, 1), own, head)
     draft = read_config(own)
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -125,7 +126,7 @@ def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelCo
             f"the draft model {settings.model!r} has layers with a recurrent state, which cannot go back to before a "
             "draft that fell. Use a draft model with attention alone."
         )
-    return DrafterCard(SpeculativeConfig(settings, 0), own, draft)
+    return DrafterInfo(SpeculativeConfig(settings, 0), own, draft)
 
 
 def _read(path: Path, read: Callable[[dict[str, Any]], T]) -> T:
@@ -136,7 +137,7 @@ def _read(path: Path, read: Callable[[dict[str, Any]], T]) -> T:
 
 
 def make_drafter(
-    card: DrafterCard,
+    card: DrafterInfo,
     target: ModelConfig,
     target_weights: OpenWeights,
     open_weights: Callable[[Path], OpenWeights],
@@ -149,7 +150,7 @@ def make_drafter(
     device, dtype = target_weights.device, target_weights.dtype
     pages: dict[str, LayerPages] = {}
 
-    def make_batch(shares: Sequence[ShareInput]) -> StepBatch:
+    def make_batch(shares: Sequence[ChunkInput]) -> StepBatch:
         return StepBatch(cache, shares, dtype, pages)
 
     alone = replace(shard, pp_rank=0, pp_size=1)
@@ -175,7 +176,7 @@ def make_drafter(
 
 
 def _modules(
-    card: DrafterCard,
+    card: DrafterInfo,
     target: ModelConfig,
     target_weights: OpenWeights,
     open_weights: Callable[[Path], OpenWeights],

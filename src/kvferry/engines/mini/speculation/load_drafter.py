@@ -3,24 +3,24 @@
 from pathlib import Path
 
 from kvferry.engines.mini.cache.pool import KVCache
-from kvferry.engines.mini.models.loading import LoadedModel, ModelCard, open_weights
+from kvferry.engines.mini.models.loading import LoadedModel, OpenedModel, open_weights
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.chain import Drafter
-from kvferry.engines.mini.speculation.drafter_info import DrafterCard, OpenWeights, make_drafter, open_drafter
+from kvferry.engines.mini.speculation.drafter_info import DrafterInfo, OpenWeights, make_drafter, open_drafter
 from kvferry.errors import ConfigError
 
 __all__ = ["find_drafter", "load_drafter"]
 
 
-def find_drafter(settings: EngineSettings, model: ModelCard) -> DrafterCard | None:
+def find_drafter(settings: EngineSettings, model: OpenedModel) -> DrafterInfo | None:
     """None without speculation. Raises UnknownModel or ConfigError."""
     if settings.speculation is None:
         return None
     return open_drafter(settings.speculation, model.directory, model.config, pp=settings.pp)
 
 
-def load_drafter(card: DrafterCard | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
+def load_drafter(card: DrafterInfo | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
     """The drafter of one rank; None where it has none. Raises UnknownModel."""
     if card is None:
         return None

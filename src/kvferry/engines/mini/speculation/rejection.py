@@ -17,13 +17,22 @@ from itertools import accumulate
 
 import torch
 
-from kvferry.engines.mini.compute.sampling import Chosen, Row, choose, logprobs_of, pick, probabilities, touch, uniform
+from kvferry.engines.mini.compute.sampling import (
+    SampledToken,
+    SamplingRow,
+    choose,
+    logprobs_of,
+    pick,
+    probabilities,
+    touch,
+    uniform,
+)
 from kvferry.engines.mini.speculation.sampled_drafts import accept_number, instead_number
 
 __all__ = ["above", "rows_of", "verify"]
 
 
-def rows_of(row: Row, drafts: Sequence[int]) -> list[Row]:
+def rows_of(row: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
     """`row` behind the last known token, and behind each draft, as if the drafts before it stood."""
     answer = list(row.answer)
     return [row, *(replace(row, answer=[*answer, *drafts[: i + 1]]) for i in range(len(drafts)))]
@@ -32,10 +41,10 @@ def rows_of(row: Row, drafts: Sequence[int]) -> list[Row]:
 @torch.inference_mode()
 def verify(
     logits: torch.Tensor,
-    rows: Sequence[Row],
+    rows: Sequence[SamplingRow],
     drafts: Sequence[Sequence[int]],
     odds: Sequence[torch.Tensor | None] = (),
-) -> list[list[Chosen]]:
+) -> list[list[SampledToken]]:
     """The new tokens of each request: drafts that stand, and the one behind them. 1 to 1 + number of drafts.
 
     `logits`: [sum of 1 + drafts, vocab_size], float32, of each request the last known token's and its drafts';
@@ -47,7 +56,7 @@ def verify(
     spans = [range(end - 1 - len(proposed), end) for end, proposed in zip(ends, drafts, strict=True)]
     by_chance = [n for n, each in enumerate(drawn) if each is not None and drafts[n]]
     others = [n for n in range(len(rows)) if n not in by_chance]
-    out: dict[int, list[Chosen]] = {}
+    out: dict[int, list[SampledToken]] = {}
     for chosen_ones, method in ((others, _compare), (by_chance, _reject)):
         if chosen_ones:
             mine = logits if len(chosen_ones) == len(rows) else logits[[i for n in chosen_ones for i in spans[n]]]
@@ -60,13 +69,13 @@ def verify(
 class _Asked:
     """One request."""
 
-    rows: list[Row]
+    rows: list[SamplingRow]
     """Behind its last known token, and behind each draft."""
     drafts: Sequence[int]
     odds: torch.Tensor | None
 
 
-def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Chosen]]:
+def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
     """Drafts are the likeliest tokens: what is chosen without them, up to the first that differs."""
     chosen = iter(choose(logits, [row for one in asked for row in one.rows]))
     for one in asked:
@@ -77,7 +86,7 @@ def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Cho
         yield mine[: kept + 1]
 
 
-def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Chosen]]:
+def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
     """Drafts were drawn from `odds`."""
     flat = [row for one in asked for row in one.rows]
     with_logprobs = any(row.sampling.logprobs is not None for row in flat)
@@ -106,7 +115,9 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Chos
     for n, (one, count) in enumerate(zip(asked, kept, strict=True)):
         tokens, wanted = [*one.drafts[:count], last[n]], one.rows[0].sampling.logprobs
         yield [
-            Chosen(t, None if untouched is None or wanted is None else logprobs_of(untouched[begins[n] + i], t, wanted))
+            SampledToken(
+                t, None if untouched is None or wanted is None else logprobs_of(untouched[begins[n] + i], t, wanted)
+            )
             for i, t in enumerate(tokens)
         ]
 

@@ -11,30 +11,30 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvferry.connector.base import Depart, Introduce, StepOrders, StepReport
-from kvferry.engines.vllm.channel.worker_channel import SchedulerLine
+from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport
+from kvferry.engines.vllm.channel.worker_channel import SchedulerChannel
 
-__all__ = ["Mail"]
+__all__ = ["ChannelHub"]
 
 logger = logging.getLogger(__name__)
 
 
-class Mail:
+class ChannelHub:
     """One an engine. `tell` may be called from any thread, everything else on the engine's."""
 
     def __init__(self, wake: Callable[[], None] | None) -> None:
         """`wake`: see engines.vllm.wake. None: an idle engine hears of nothing until it steps."""
         self._wake = wake or (lambda: None)
-        self._waiting: deque[Introduce | Depart] = deque()
-        self._lines: tuple[SchedulerLine, ...] = ()
+        self._waiting: deque[PeerAccepted | PeerGone] = deque()
+        self._lines: tuple[SchedulerChannel, ...] = ()
         self._sending = threading.Lock()
-        self._news: deque[StepReport | Depart] = deque()
+        self._news: deque[StepReport | PeerGone] = deque()
 
     def connect(self, addresses: Sequence[str]) -> None:
         """To every worker, or to none: peers that came by two ways would come in two orders."""
-        lines: list[SchedulerLine] = []
+        lines: list[SchedulerChannel] = []
         try:
-            lines.extend(SchedulerLine(address, self._hear) for address in addresses)
+            lines.extend(SchedulerChannel(address, self._hear) for address in addresses)
         except OSError as error:
             logger.info("peers reach the workers with the engine's steps: no line to them cause=%s", error)
             for line in lines:
@@ -42,11 +42,11 @@ class Mail:
             return
         self._lines = tuple(lines)
 
-    def tell(self, peer: Introduce | Depart) -> None:
+    def tell(self, peer: PeerAccepted | PeerGone) -> None:
         """Every worker will hear of it before it hears of any order that was made after this call."""
         with self._sending:
             if self._lines:
-                came, left = ((peer,), ()) if isinstance(peer, Introduce) else ((), (peer,))
+                came, left = ((peer,), ()) if isinstance(peer, PeerAccepted) else ((), (peer,))
                 self._send(StepOrders(introduce=came, depart=left))
                 return
             self._waiting.append(peer)
@@ -67,21 +67,21 @@ class Mail:
         for line in self._lines:
             line.send(orders)
 
-    def take(self) -> tuple[tuple[Introduce, ...], tuple[Depart, ...]]:
+    def take(self) -> tuple[tuple[PeerAccepted, ...], tuple[PeerGone, ...]]:
         """For the orders of a step that is being made now: who came, who left."""
         if not self._waiting:
             return (), ()
         mail = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        came = tuple(peer for peer in mail if isinstance(peer, Introduce))
-        return came, tuple(peer for peer in mail if isinstance(peer, Depart))
+        came = tuple(peer for peer in mail if isinstance(peer, PeerAccepted))
+        return came, tuple(peer for peer in mail if isinstance(peer, PeerGone))
 
-    def take_news(self) -> tuple[tuple[StepReport, ...], tuple[Depart, ...]]:
+    def take_news(self) -> tuple[tuple[StepReport, ...], tuple[PeerGone, ...]]:
         """What the workers have told by line since the last call: reports, and peers that they found gone."""
         if not self._news:
             return (), ()
         news = [self._news.popleft() for _ in range(len(self._news))]
         reports = tuple(one for one in news if isinstance(one, StepReport))
-        return reports, tuple(one for one in news if isinstance(one, Depart))
+        return reports, tuple(one for one in news if isinstance(one, PeerGone))
 
     @property
     def has_news(self) -> bool:
@@ -98,6 +98,6 @@ class Mail:
         for line in self._lines:
             line.close()
 
-    def _hear(self, news: StepReport | Depart) -> None:
+    def _hear(self, news: StepReport | PeerGone) -> None:
         self._news.append(news)
         self._wake()

@@ -2,7 +2,7 @@
 
 Down go orders, at once: peers that were accepted or are gone, and, where no stream must be kept in order, what else the
 scheduler half has to say. Up goes what a worker has to report. The worker binds a socket in a folder that only its user
-may enter, and its address travels in its RankCard; the socket is gone from there as soon as the scheduler is connected.
+may enter, and its address travels in its RankInfo; the socket is gone from there as soon as the scheduler is connected.
 Where it cannot be reached (a worker on another host, a path that is too long), everything travels with the engine's
 steps.
 """
@@ -19,9 +19,9 @@ from select import POLLIN, poll
 
 import msgspec
 
-from kvferry.connector.base import Depart, StepOrders, StepReport
+from kvferry.connector.base import PeerGone, StepOrders, StepReport
 
-__all__ = ["SchedulerLine", "WorkerLine"]
+__all__ = ["SchedulerChannel", "WorkerChannel"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ _JOIN_S = 2.0
 
 class _Told(msgspec.Struct, array_like=True):
     report: StepReport | None
-    lost: Depart | None
+    lost: PeerGone | None
 
 
 _orders: msgspec.msgpack.Decoder[StepOrders] = msgspec.msgpack.Decoder(StepOrders)
 _told: msgspec.msgpack.Decoder[_Told] = msgspec.msgpack.Decoder(_Told)
 
 
-class WorkerLine:
+class WorkerChannel:
     """The worker's end. `hear` is called with all orders that come, on a thread of ours or in `catch_up`."""
 
     def __init__(self, hear: Callable[[StepOrders], None]) -> None:
@@ -75,14 +75,14 @@ class WorkerLine:
             with contextlib.suppress(*_ENDS):
                 self._read(connection)
 
-    def tell(self, news: StepReport | Depart) -> bool:
+    def tell(self, news: StepReport | PeerGone) -> bool:
         """The scheduler hears it at once. False: nobody is there. One thread at a time; blocks only for a scheduler
         that stands still.
         """
         connection = self._connection
         if connection is None:
             return False
-        told = _Told(None, news) if isinstance(news, Depart) else _Told(news, None)
+        told = _Told(None, news) if isinstance(news, PeerGone) else _Told(news, None)
         try:
             connection.send_bytes(msgspec.msgpack.encode(told))
         except _ENDS:
@@ -127,10 +127,10 @@ class WorkerLine:
                 self._hear(_orders.decode(connection.recv_bytes()))
 
 
-class SchedulerLine:
+class SchedulerChannel:
     """The scheduler's end. `hear` is called on a thread of ours with what the worker tells."""
 
-    def __init__(self, address: str, hear: Callable[[StepReport | Depart], None]) -> None:
+    def __init__(self, address: str, hear: Callable[[StepReport | PeerGone], None]) -> None:
         """Raises OSError where nobody can be reached."""
         if not address:
             raise OSError("a worker has none")

@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.base import Depart, StepOrders, StepReport
+from kvferry.connector.base import PeerGone, StepOrders, StepReport
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import EngineIdentity, make_scheduler
-from kvferry.engines.vllm.channel.channel_hub import Mail
+from kvferry.engines.vllm.channel.channel_hub import ChannelHub
 from kvferry.engines.vllm.describe.engine_facts import backoff_tokens, describe
 from kvferry.engines.vllm.describe.introspect import group_forms
-from kvferry.engines.vllm.metadata import RankCard
+from kvferry.engines.vllm.metadata import RankInfo
 from kvferry.engines.vllm.options import Options
-from kvferry.engines.vllm.scheduler_side.engine_sleep import Wake
+from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep
 from kvferry.engines.vllm.scheduler_side.scheduler import Ended, VllmScheduler
 from kvferry.errors import ConfigError
 from kvferry.handshake.exchange import LocalSide
@@ -43,7 +43,13 @@ class VllmEngine:
     """One an engine. `scheduler` is for the engine's thread alone."""
 
     def __init__(
-        self, scheduler: VllmScheduler, rendezvous: Rendezvous, mail: Mail, wake: Wake | None, *, direct: bool
+        self,
+        scheduler: VllmScheduler,
+        rendezvous: Rendezvous,
+        mail: ChannelHub,
+        wake: EngineSleep | None,
+        *,
+        direct: bool,
     ) -> None:
         """`direct`: orders go by line. Not where a device's stream has to come to them first."""
         self.scheduler = scheduler
@@ -102,7 +108,7 @@ class VllmEngine:
         # One that is told to end goes when nothing is pending: with the blocks that peers still read.
         return (self._wake is None or self._wake.ending) and self.scheduler.has_pending_work()
 
-    def update(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> Ended:
+    def update(self, reports: Sequence[StepReport], lost: Iterable[PeerGone]) -> Ended:
         """At the end of a step: what the workers said with it, and by line. vLLM is to be told all of it now."""
         if self._may_rest and not reports:
             self._rest()
@@ -117,7 +123,7 @@ class VllmEngine:
         if self._mail.has_news:
             self._take(*self._mail.take_news())
 
-    def _take(self, reports: Sequence[StepReport], lost: Iterable[Depart]) -> None:
+    def _take(self, reports: Sequence[StepReport], lost: Iterable[PeerGone]) -> None:
         for peer in lost:
             self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
         if reports:
@@ -131,7 +137,7 @@ class VllmEngine:
 
 
 def start_engine(
-    config: Any, cache_config: Any, options: Options, cards: Sequence[RankCard], version: str, wake: Wake | None
+    config: Any, cache_config: Any, options: Options, cards: Sequence[RankInfo], version: str, wake: EngineSleep | None
 ) -> VllmEngine:
     """Bind the side channel and begin to answer. Raises ConfigError; then nothing is left behind.
 
@@ -149,7 +155,7 @@ def start_engine(
         for each in zip(*(card.kernel_tokens for card in cards), strict=True)
     ]
     forms = group_forms(cache_config, kernel_tokens)
-    mail = Mail(wake)
+    mail = ChannelHub(wake)
     side_channel = ferry.side_channel
     if side_channel.port:
         # Data-parallel engines of one server are configured alike, and each listens on a port of its own.

@@ -11,10 +11,10 @@ import sys
 from types import FrameType
 from typing import Any
 
-__all__ = ["Wake", "find_wake"]
+__all__ = ["EngineSleep", "find_wake"]
 
 
-class Wake:
+class EngineSleep:
     """Of one engine core."""
 
     def __init__(self, core: Any, word: Any) -> None:
@@ -45,7 +45,7 @@ class Wake:
         return getattr(getattr(self._core, "shutdown_state", None), "name", "RUNNING") != "RUNNING"
 
 
-def find_wake(request_type: Any) -> Wake | None:
+def find_wake(request_type: Any) -> EngineSleep | None:
     """To be called while the engine core is made, on its thread. `request_type`: vLLM's EngineCoreRequestType.
 
     None: this engine cannot be woken.
@@ -55,6 +55,6 @@ def find_wake(request_type: Any) -> Wake | None:
     while frame is not None and word is not None:
         core = frame.f_locals.get("self")
         if isinstance(getattr(core, "input_queue", None), queue.Queue):
-            return Wake(core, word)
+            return EngineSleep(core, word)
         frame = frame.f_back
     return None

@@ -13,13 +13,13 @@ from vllm import _custom_ops as ops
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.connector.worker import HandoffWorker, start_worker
-from kvferry.engines.vllm.channel.report_queue import News
-from kvferry.engines.vllm.channel.worker_channel import WorkerLine
+from kvferry.engines.vllm.channel.report_queue import ReportQueue
+from kvferry.engines.vllm.channel.worker_channel import WorkerChannel
 from kvferry.engines.vllm.describe.cache_layout import AttentionForm, StateForm, describe_cache
 from kvferry.engines.vllm.describe.head_packing import HeadPacking, classify, measure
 from kvferry.engines.vllm.describe.introspect import RankView, group_forms, layer_kinds, layer_specs, layer_views
 from kvferry.engines.vllm.describe.layer_names import canonical_names
-from kvferry.engines.vllm.metadata import Orders, RankCard, Reports
+from kvferry.engines.vllm.metadata import Orders, RankInfo, Reports
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.worker_side.cpu_affinity import on_every_core
 from kvferry.errors import ConfigError
@@ -42,10 +42,10 @@ class VllmWorker:
         self._options = options
         self._engine = EngineId(str(config.kv_transfer_config.engine_id))
         self._half: HandoffWorker | None = None
-        self._line: WorkerLine | None = None
-        self._news = News()
+        self._line: WorkerChannel | None = None
+        self._news = ReportQueue()
         self._packings: dict[tuple[str, str, int, int], HeadPacking] = {}
-        self.card: RankCard | None = None
+        self.card: RankInfo | None = None
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
         """Describe this rank's cache, register it, start the driver. Raises ConfigError for what cannot be served."""
@@ -78,9 +78,9 @@ class VllmWorker:
                 on_lost=self._news.lost,
                 on_report=self._news.report,
             )
-            self._line = WorkerLine(self._half.start_step)
+            self._line = WorkerChannel(self._half.start_step)
         self._news.open(self._half.end_step, self._line.tell)
-        self.card = RankCard(
+        self.card = RankInfo(
             index=view.rank.index,
             incarnation=incarnation,
             layout=encode_layout(layout),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from kvferry.router.context import Dispatcher
+from kvferry.router.context import RouterContext
 from kvferry.router.observe.fleet_view import fleet_view
 from kvferry.router.observe.timeline import Timelines
 from kvferry.router.observe.timeline_collect import Collector
@@ -45,7 +45,7 @@ _MAX_WATCHERS = 32
 class Dashboard:
     """One a router. Costs nothing while nobody looks."""
 
-    def __init__(self, shared: Dispatcher, timelines: Timelines, collector: Collector) -> None:
+    def __init__(self, shared: RouterContext, timelines: Timelines, collector: Collector) -> None:
         self._shared = shared
         self._timelines = timelines
         self._collector = collector

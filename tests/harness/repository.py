@@ -1,0 +1,9 @@
+"""Where the parts of this repository are, for tests that read them."""
+
+from pathlib import Path
+
+__all__ = ["DOCS", "ROOT", "SRC"]
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SRC = ROOT / "src" / "kvferry"
