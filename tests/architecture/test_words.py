@@ -1,6 +1,6 @@
 """Words that a reader stumbles over do not come back: each pattern has a greatest count, which only ever goes down.
 
-Lower a number when you have removed uses; the aim is zero everywhere. CONTRIBUTING.md ("English") says what to write instead.
+Lower a number when you have removed uses; the aim is zero. CONTRIBUTING.md, "English", says what to write instead.
 """
 
 import ast
