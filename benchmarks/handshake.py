@@ -103,40 +103,40 @@ def _measure(num_peers: int) -> Row:
     )
 
 
-def _meet(desk: Handshaker, peers: list[LocalSide]) -> None:
-    """The desk asks every peer, and every peer answers from a desk of its own."""
-    desks = {peer.engine: Handshaker(peer) for peer in peers}
+def _meet(handshaker: Handshaker, peers: list[LocalSide]) -> None:
+    """The handshaker asks every peer, and every peer answers from a handshaker of its own."""
+    handshakers = {peer.engine: Handshaker(peer) for peer in peers}
     for peer in peers:
-        desk.want(peer.engine, None, "127.0.0.1", 1, 0.0)
-    for (engine, other), question in zip(desks.items(), desk.take_asks(), strict=True):
-        desk.replied(question.token, other.answer(question.body, "127.0.0.1", 0.0), 0.0)
+        handshaker.want(peer.engine, None, "127.0.0.1", 1, 0.0)
+    for (engine, other), question in zip(handshakers.items(), handshaker.take_asks(), strict=True):
+        handshaker.replied(question.token, other.answer(question.body, "127.0.0.1", 0.0), 0.0)
         other.take_accepted()
-        assert desk.book.get(engine).paired, "the simulated peers fit"
-    desk.take_accepted()
+        assert handshaker.book.get(engine).paired, "the simulated peers fit"
+    handshaker.take_accepted()
 
 
 def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
-    """Bytes that a desk holds for each peer when its payloads were handed on."""
+    """Bytes that a handshaker holds for each peer when its payloads were handed on."""
     questions = [ask(peer) for peer in peers]
-    desk = Handshaker(local, max_peers=len(peers))
+    handshaker = Handshaker(local, max_peers=len(peers))
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for question in questions:
-        desk.answer(question, "127.0.0.1", 0.0)
-        desk.take_accepted()
+        handshaker.answer(question, "127.0.0.1", 0.0)
+        handshaker.take_accepted()
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(desk.book.peers()) == len(peers), "every peer is known"
+    assert len(handshaker.book.peers()) == len(peers), "every peer is known"
     return (after - before) / len(peers)
 
 
 def _over_side_channel(local: LocalSide, peers: list[LocalSide]) -> float:
     """All peers ask one listener, many at a time."""
-    desk = Handshaker(local, max_peers=len(peers))
+    handshaker = Handshaker(local, max_peers=len(peers))
     settings = SideChannelSettings(max_handshakes_per_s=1e9, timeout_s=120.0)
-    server = SideChannelServer(settings, lambda body, address: desk.answer(body, address, 0.0))
+    server = SideChannelServer(settings, lambda body, address: handshaker.answer(body, address, 0.0))
     client = SideChannelClient(settings)
     questions = [ask(peer) for peer in peers]
     num_answers = 0

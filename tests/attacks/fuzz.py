@@ -158,30 +158,30 @@ Target = Callable[[bytes], str]
 
 
 def _envelope_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    handshaker = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     good = [ask(engine("d0", Role.DECODE), protocol) for protocol in HISTORY]
 
     def answer(bad: bytes) -> str:
-        kind = str(decode_envelope(desk.answer(bad, "fuzz", 0.0)).kind)
-        desk.take_accepted()
-        desk.take_gone()
+        kind = str(decode_envelope(handshaker.answer(bad, "fuzz", 0.0)).kind)
+        handshaker.take_accepted()
+        handshaker.take_gone()
         return kind
 
     return good, answer
 
 
 def _payload_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    handshaker = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     asked = {protocol: decode_envelope(ask(engine("d0", Role.DECODE), protocol)) for protocol in HISTORY}
-    # A range of one version makes the desk decode the payload in it.
+    # A range of one version makes the handshaker decode the payload in it.
     asked = {protocol: msgspec.structs.replace(envelope, protocol_max=protocol) for protocol, envelope in asked.items()}
 
     def answer(bad: bytes) -> str:
         envelope = asked[mutator.random.choice(list(HISTORY))]
         body = encode_envelope(msgspec.structs.replace(envelope, payload=bad))
-        kind = str(decode_envelope(desk.answer(body, "fuzz", 0.0)).kind)
-        desk.take_accepted()
-        desk.take_gone()
+        kind = str(decode_envelope(handshaker.answer(body, "fuzz", 0.0)).kind)
+        handshaker.take_accepted()
+        handshaker.take_gone()
         return kind
 
     return [envelope.payload for envelope in asked.values()], answer
@@ -326,10 +326,10 @@ def main() -> int:
         result = run(target, each, args.seed)
         sys.stdout.write(json.dumps({**result, "seconds": round(time.perf_counter() - begin_s, 1)}) + "\n")
         sys.stdout.flush()
-    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    handshaker = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     given = settings(max_handshakes_per_s=1e9, max_message_bytes=_LONGEST_BYTES)
     begin_s = time.perf_counter()
-    with listening(answering(desk), given) as server, asking() as client:
+    with listening(answering(handshaker), given) as server, asking() as client:
         result = run_listener(server, args.messages - each * len(TARGETS), args.seed)
         good = shake(Handshaker(engine("good", Role.DECODE)), client, "p0", server.port)
         stats = msgspec.to_builtins(server.stats())

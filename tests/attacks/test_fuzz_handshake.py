@@ -33,9 +33,9 @@ def test_fuzzed(target: str) -> None:  # R8 R20
 
 
 def test_a_live_listener_survives_and_answers_a_good_peer() -> None:  # R8
-    desk = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
+    handshaker = Handshaker(engine("p0", Role.PREFILL, tp=2), max_peers=64)
     given = settings(max_handshakes_per_s=1e9, max_message_bytes=1 << 18)
-    with listening(answering(desk), given) as server, asking() as client:
+    with listening(answering(handshaker), given) as server, asking() as client:
         run_listener(server, NUM_EACH, SEED)
         assert shake(Handshaker(engine("good", Role.DECODE)), client, "p0", server.port) == "accepted"
         stats = server.stats()

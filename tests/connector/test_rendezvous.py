@@ -155,16 +155,16 @@ def test_the_loss_of_an_old_incarnation_changes_nothing(world: World) -> None:
 def test_what_is_gone_before_it_was_introduced_is_not_introduced(world: World) -> None:
     """Otherwise the worker halves would keep it for ever: nobody tells them a second time."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
-    desk = d.rendezvous._open_desk()
-    taken = desk.take_accepted
+    handshaker = d.rendezvous._open_desk()
+    taken = handshaker.take_accepted
 
     def late() -> object:
         accepted = taken()
         if accepted:
-            desk.lost(P, Incarnation("p1"), "gone at once", world.clock.now_s())
+            handshaker.lost(P, Incarnation("p1"), "gone at once", world.clock.now_s())
         return accepted
 
-    desk.take_accepted = late  # type: ignore[method-assign, assignment]
+    handshaker.take_accepted = late  # type: ignore[method-assign, assignment]
     d.meet(p, P)
     assert "+p1" not in d.told
 

@@ -41,9 +41,9 @@ def asking(given: SideChannelSettings | None = None) -> Iterator[SideChannelClie
         client.close()
 
 
-def answering(desk: Handshaker) -> OnEnvelope:
+def answering(handshaker: Handshaker) -> OnEnvelope:
     """What a listener calls."""
-    return lambda body, address: desk.answer(body, address, time.monotonic())
+    return lambda body, address: handshaker.answer(body, address, time.monotonic())
 
 
 def until(done: Callable[[], bool], what: str, client: SideChannelClient | None = None, within_s: float = 20.0) -> None:
@@ -70,19 +70,19 @@ def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict
     return results
 
 
-def shake(desk: Handshaker, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
+def shake(handshaker: Handshaker, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
     """Run a handshake to its end over the real wire; the peer's state then."""
 
     def done() -> bool:
-        for asked in desk.take_asks():
+        for asked in handshaker.take_asks():
             client.ask_nowait(asked.host, asked.port, asked.body, asked.token)
         for token, reply in client.poll():
-            desk.replied(token, reply, time.monotonic())
-        return desk.book.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
+            handshaker.replied(token, reply, time.monotonic())
+        return handshaker.book.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
 
-    desk.want(peer, None, "127.0.0.1", port, time.monotonic())  # type: ignore[arg-type]
+    handshaker.want(peer, None, "127.0.0.1", port, time.monotonic())  # type: ignore[arg-type]
     until(done, f"a verdict on {peer}", client, within_s)
-    return desk.book.get(peer).state  # type: ignore[arg-type]
+    return handshaker.book.get(peer).state  # type: ignore[arg-type]
 
 
 def num_descriptors() -> int:

@@ -32,13 +32,13 @@ MOST_GROWTH_BYTES = 4 << 20
 def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:  # R24
     """Over the real side channel, each on a connection of its own; refused by the facts, on both sides."""
     caplog.set_level(logging.CRITICAL, "kvferry")  # what pytest keeps of the log is not what we leave behind
-    desk = Handshaker(side("p0"), max_peers=64)
+    handshaker = Handshaker(side("p0"), max_peers=64)
     given = settings(max_handshakes_per_s=1e6)
     asker = Handshaker(
         side("d0", role=Role.DECODE, kv_dtype="fp8"),
         back_off=BackOff(refused_first_s=1e-9, longest_s=1e-9, lost_first_s=1e-9),
     )
-    with listening(answering(desk), given) as server, asking(given) as client:
+    with listening(answering(handshaker), given) as server, asking(given) as client:
 
         def refuse(num: int) -> None:
             for _ in range(num):
@@ -53,22 +53,22 @@ def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCa
     assert server.stats().answered == NUM_REFUSED + 200
     assert after[:2] == before[:2]
     assert after[2] - before[2] < MOST_GROWTH_BYTES
-    assert desk.take_accepted() == asker.take_accepted() == []
+    assert handshaker.take_accepted() == asker.take_accepted() == []
 
 
 def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Handshaker(side("p0"))
+    handshaker = Handshaker(side("p0"))
     for second in range(50):
-        desk.answer(ask(side("d0", role=Role.DECODE, kv_dtype="fp8")), "x", float(second))
+        handshaker.answer(ask(side("d0", role=Role.DECODE, kv_dtype="fp8")), "x", float(second))
     assert [record.levelname for record in caplog.records if "kv.dtype" in record.getMessage()] == ["WARNING"]
 
 
 def test_refused_strangers_fill_no_book() -> None:  # R24
-    desk = Handshaker(side("p0"), max_peers=64)
+    handshaker = Handshaker(side("p0"), max_peers=64)
     for index in range(NUM_REFUSED):
         stranger = side(f"stranger-{index}", role=Role.DECODE, kv_dtype="fp8")
-        assert decode_envelope(desk.answer(ask(stranger), "x", float(index))).kind is Kind.REFUSE
-    assert len(desk.book.peers()) == 64
+        assert decode_envelope(handshaker.answer(ask(stranger), "x", float(index))).kind is Kind.REFUSE
+    assert len(handshaker.book.peers()) == 64
 
 
 def test_close_leaves_no_thread_and_no_descriptor() -> None:  # R24
@@ -98,10 +98,10 @@ def test_an_unanswered_question_ends_and_its_socket_with_it() -> None:  # R24
 
 
 @pytest.mark.parametrize("num", [50])
-def test_a_desk_forgets_what_is_answered(num: int) -> None:
-    desk = Handshaker(side("d0", role=Role.DECODE))
+def test_a_handshaker_forgets_what_is_answered(num: int) -> None:
+    handshaker = Handshaker(side("d0", role=Role.DECODE))
     for index in range(num):
-        desk.want(EngineId(f"p{index}"), None, "127.0.0.1", 1, time.monotonic())
-    for asked in desk.take_asks():
-        desk.replied(asked.token, b"garbage", time.monotonic())
-    assert not desk._sent
+        handshaker.want(EngineId(f"p{index}"), None, "127.0.0.1", 1, time.monotonic())
+    for asked in handshaker.take_asks():
+        handshaker.replied(asked.token, b"garbage", time.monotonic())
+    assert not handshaker._sent

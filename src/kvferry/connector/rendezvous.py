@@ -1,4 +1,4 @@
-"""Where an engine meets others: the desk that judges, and the two sockets of the side channel.
+"""Where an engine meets others: the handshaker that judges, and the two sockets of the side channel.
 
 Threads: the listener's thread answers peers; `view` is called on the engine's thread, sends questions and takes answers
 without blocking. An accepted peer is introduced to the worker halves before it is told that it was accepted, so that
@@ -76,17 +76,17 @@ class Rendezvous:
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Where that engine stands; asks it if that is due. Never blocks."""
-        desk = self._open_desk()
+        handshaker = self._open_desk()
         if len(self._client):
-            self._pump(desk)  # a question that ended while nobody looked must not be taken for one under way
-        peer = desk.want(engine, incarnation, host, port, self._clock.now_s())
+            self._pump(handshaker)  # a question that ended while nobody looked must not be taken for one under way
+        peer = handshaker.want(engine, incarnation, host, port, self._clock.now_s())
         if peer.state is not PeerState.ACCEPTED:
-            self._pump(desk)
-            peer = desk.book.get(engine) if peer.state is not PeerState.REFUSED else peer
+            self._pump(handshaker)
+            peer = handshaker.book.get(engine) if peer.state is not PeerState.REFUSED else peer
         else:
             # The listener's thread may have accepted it a moment ago: an order of ours must not reach the worker halves
             # before it does.
-            self._tell_workers(desk)
+            self._tell_workers(handshaker)
         return _view(peer, engine, incarnation)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
@@ -94,9 +94,9 @@ class Rendezvous:
 
         From any thread; never blocks. Other ranks are told.
         """
-        desk = self._open_desk()
-        desk.lost(engine, incarnation, reason, self._clock.now_s())
-        self._tell_workers(desk)
+        handshaker = self._open_desk()
+        handshaker.lost(engine, incarnation, reason, self._clock.now_s())
+        self._tell_workers(handshaker)
 
     def peers(self) -> tuple[Peer, ...]:
         """All that are known, with why they were refused."""
@@ -112,32 +112,32 @@ class Rendezvous:
         return self._desk
 
     def _answer(self, body: bytes, address: str) -> bytes:
-        desk = self._open_desk()
-        reply = desk.answer(body, address, self._clock.now_s())
-        self._tell_workers(desk)
+        handshaker = self._open_desk()
+        reply = handshaker.answer(body, address, self._clock.now_s())
+        self._tell_workers(handshaker)
         return reply
 
-    def _pump(self, desk: Handshaker) -> None:
-        for ask in desk.take_asks():
+    def _pump(self, handshaker: Handshaker) -> None:
+        for ask in handshaker.take_asks():
             self._client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
         for token, reply in self._client.poll():
-            desk.replied(token, reply, self._clock.now_s())
-        self._tell_workers(desk)
+            handshaker.replied(token, reply, self._clock.now_s())
+        self._tell_workers(handshaker)
 
-    def _tell_workers(self, desk: Handshaker) -> None:
+    def _tell_workers(self, handshaker: Handshaker) -> None:
         # One thread at a time: what one has taken must not be told after what another takes later.
         with self._telling:
-            for gone in desk.take_gone():
+            for gone in handshaker.take_gone():
                 logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
-                self._depart(PeerGone(gone.engine, gone.incarnation, gone.reason))
-            for peer in desk.take_accepted():
-                now = desk.book.get(peer.engine)
+                self._depart(gone)
+            for peer in handshaker.take_accepted():
+                now = handshaker.book.get(peer.engine)
                 if now.paired and now.incarnation == peer.incarnation:  # else it has gone in between
-                    self._introduce(PeerAccepted(peer.engine, peer.incarnation, peer.hello))
+                    self._introduce(peer)
             now_s = self._clock.now_s()
             if now_s >= self._expire_at_s:
                 self._expire_at_s = now_s + _EXPIRE_EVERY_S
-                desk.book.expire(now_s)
+                handshaker.book.expire(now_s)
 
 
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:

@@ -6,6 +6,7 @@ Scheduler to workers: StepOrders. Workers to scheduler: StepReport. Neither hold
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvferry.handshake.peer_table import PeerAccepted, PeerGone
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import TransferMode
@@ -24,27 +25,6 @@ __all__ = [
     "Withdraw",
     "merged",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAccepted:
-    """A peer engine was accepted. `hello` is its payload, already decoded once and found well-formed."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    hello: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PeerGone:
-    """An incarnation that was introduced is gone, or fits no longer: forget it. Its hand-offs end as if it were lost.
-
-    An incarnation that is not known, or was replaced, changes nothing. It may be introduced again.
-    """
-
-    engine: EngineId
-    incarnation: Incarnation
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
-"""The desk at which an engine shakes hands: answers those who ask, asks those that requests name. No I/O.
+"""Answers incoming handshakes, and starts outgoing ones to peers that requests name. No I/O.
 
 Threads: `answer` is called by the side channel's listener, the rest by the engine's thread; both may at any time.
 An engine's loop, once a step:
 
-    desk.want(engine, incarnation, host, port, now)   for each request that names a peer; ACCEPTED: go on
-    for ask in desk.take_asks(): client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
-    for token, reply in client.poll(): desk.replied(token, reply, now)
-    for gone in desk.take_gone(): disconnect it
-    for accepted in desk.take_accepted(): introduce it
+    handshaker.want(engine, incarnation, host, port, now)   for each request that names a peer; ACCEPTED: go on
+    for ask in handshaker.take_asks(): client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
+    for token, reply in client.poll(): handshaker.replied(token, reply, now)
+    for gone in handshaker.take_gone(): tell the worker halves to disconnect it
+    for accepted in handshaker.take_accepted(): tell the worker halves
 """
 
 import itertools
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from kvferry.errors import FerryError, MalformedMessage
 from kvferry.handshake.exchange import Accepted, AskAgain, LocalSide, Refused, ask, judge_ask, judge_reply, refuse
-from kvferry.handshake.peer_table import BackOff, Peer, PeerBook, PeerState
+from kvferry.handshake.peer_table import BackOff, Peer, PeerAccepted, PeerBook, PeerGone, PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.wire.envelope import Envelope, decode_envelope
 from kvferry.wire.hello import encode_hello
 
-__all__ = ["Ask", "Gone", "Handshaker", "NewPeer"]
+__all__ = ["Ask", "Handshaker"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,28 +35,6 @@ class Ask:
     host: str
     port: int
     body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NewPeer:
-    """A peer was accepted: only now may anything be allocated, registered or connected for it."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    protocol: int
-    hello: bytes
-    """Its payload, decoded, checked and paired, and encoded again in our newest version: wire.hello.decode_hello."""
-    capabilities: frozenset[str]
-    """What both sides can do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """An incarnation that was accepted was replaced, or fits no longer: disconnect it."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +55,8 @@ class Handshaker:
         self._tokens = itertools.count(1)
         self._sent: dict[int, _Sent] = {}
         self._asks: list[Ask] = []
-        self._accepted: list[NewPeer] = []
-        self._gone: list[Gone] = []
+        self._accepted: list[PeerAccepted] = []
+        self._gone: list[PeerGone] = []
 
     def want(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int, now_s: float) -> Peer:
         """A request names a peer. Asks it if that is due. Returns what is known; cheap, called for every request.
@@ -101,13 +79,13 @@ class Handshaker:
             asks, self._asks = self._asks, []
             return asks
 
-    def take_accepted(self) -> list[NewPeer]:
+    def take_accepted(self) -> list[PeerAccepted]:
         """Peers accepted since the last call, on either side's question; each is handed out once."""
         with self._lock:
             accepted, self._accepted = self._accepted, []
             return accepted
 
-    def take_gone(self) -> list[Gone]:
+    def take_gone(self) -> list[PeerGone]:
         """Incarnations to disconnect; each is handed out once. Before `take_accepted`, in each step."""
         with self._lock:
             gone, self._gone = self._gone, []
@@ -201,18 +179,12 @@ class Handshaker:
                 notes=accepted.verdict.notes(),
             )
             if replaced is not None:
-                self._gone.append(Gone(accepted.engine, replaced, f"replaced by incarnation {accepted.incarnation!r}"))
+                self._gone.append(
+                    PeerGone(accepted.engine, replaced, f"replaced by incarnation {accepted.incarnation!r}")
+                )
             if known.paired and known.incarnation == accepted.incarnation:
                 return  # asked by both sides, or once more: it has been introduced
-            self._accepted.append(
-                NewPeer(
-                    accepted.engine,
-                    accepted.incarnation,
-                    accepted.protocol,
-                    encode_hello(accepted.hello),
-                    frozenset(accepted.hello.capabilities) & frozenset(self.local.hello.capabilities),
-                )
-            )
+            self._accepted.append(PeerAccepted(accepted.engine, accepted.incarnation, encode_hello(accepted.hello)))
         logger.info(
             "handshake accepted peer=%s incarnation=%s address=%s protocol=%s verdict=%s notes=%s",
             accepted.engine,
@@ -230,7 +202,7 @@ class Handshaker:
         with self._lock:
             gone = self.book.refused(engine, incarnation, now_s, reason, address=address)
             if gone is not None:
-                self._gone.append(Gone(engine, gone, reason))
+                self._gone.append(PeerGone(engine, gone, reason))
         logger.log(level, "handshake refused peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
 
     def _level(self, engine: EngineId, reason: str) -> int:
@@ -242,7 +214,7 @@ class Handshaker:
         with self._lock:
             gone = self.book.lost(engine, incarnation, now_s, reason)
             if gone is not None:
-                self._gone.append(Gone(engine, gone, reason))
+                self._gone.append(PeerGone(engine, gone, reason))
         logger.log(level, "peer lost peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
 
 

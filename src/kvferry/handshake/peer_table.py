@@ -21,7 +21,7 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
 
-__all__ = ["BackOff", "Heard", "Peer", "PeerBook", "PeerState"]
+__all__ = ["BackOff", "Heard", "Peer", "PeerAccepted", "PeerBook", "PeerGone", "PeerState"]
 
 _MAX_FORMER = 8
 """Incarnations remembered of one engine id: a fleet that restarts for ever must not fill our memory."""
@@ -83,6 +83,28 @@ class Peer:
     """The incarnation that the last question was for, if a request named one."""
     paired: bool = False
     """`incarnation` is accepted and has not been replaced: also while a newer one is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccepted:
+    """A peer was accepted: only now may anything be allocated, registered or connected for it."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    hello: bytes
+    """The peer's payload (wire.hello), decoded, checked and paired, and encoded again in our newest version."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """An accepted incarnation was replaced or lost, or no longer fits: disconnect it. Its hand-offs end as lost.
+
+    An incarnation that is not known, or was already replaced, changes nothing. It may be accepted again.
+    """
+
+    engine: EngineId
+    incarnation: Incarnation
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
