@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import ConfigError
 from kvferry.settings import SideChannelSettings
-from kvferry.sidechannel.key import is_loopback, load_key, new_key, require_key
+from kvferry.sidechannel.shared_key import is_loopback, load_key, new_key, require_key
 
 
 def test_a_new_key_is_for_its_owner_only(tmp_path: Path) -> None:

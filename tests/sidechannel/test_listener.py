@@ -13,8 +13,8 @@ from kvferry.errors import ConfigError, MalformedMessage, PeerLost
 from kvferry.handshake.handshaker import Handshaker
 from kvferry.settings import Role
 from kvferry.sidechannel.client import MAX_IN_FLIGHT
-from kvferry.sidechannel.key import new_key
 from kvferry.sidechannel.listener import SideChannelServer
+from kvferry.sidechannel.shared_key import new_key
 from kvferry.wire.envelope import Kind, decode_envelope
 from tests.harness.handshake_examples import side
 from tests.harness.sidechannels import answering, asking, collect, listening, settings, shake, until

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from kvferry.cli.main import ExitCode
-from kvferry.sidechannel.key import new_key
+from kvferry.sidechannel.shared_key import new_key
 
 __all__ = ["add_arguments", "run"]
 

@@ -13,7 +13,7 @@ import zmq
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import ConfigError, FerryError, MalformedMessage, PeerLost
 from kvferry.settings import SideChannelSettings
-from kvferry.sidechannel.key import load_key, require_key
+from kvferry.sidechannel.shared_key import load_key, require_key
 
 __all__ = ["MAX_IN_FLIGHT", "SideChannelClient"]
 

@@ -21,8 +21,8 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import ConfigError
 from kvferry.settings import SideChannelSettings
-from kvferry.sidechannel.key import load_key, require_key
 from kvferry.sidechannel.rate_limit import RateLimit
+from kvferry.sidechannel.shared_key import load_key, require_key
 from kvferry.wire.envelope import Envelope, Kind, encode_envelope
 
 __all__ = ["MAX_TOKEN_BYTES", "OnEnvelope", "SideChannelServer", "SideChannelStats"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvferry.engines.vllm.options import read_options
-from kvferry.engines.vllm.versions import SUPPORTED, check_version
+from kvferry.engines.vllm.supported_versions import SUPPORTED, check_version
 from kvferry.errors import ConfigError
 from kvferry.settings import FailurePolicy, FerrySettings, Role, TransferMode
 

@@ -147,7 +147,7 @@ def ferry_settings(args: argparse.Namespace) -> FerrySettings:
 
 def check_side_channel(settings: SideChannelSettings) -> None:
     """A missing or wrong key is told before a model is loaded. Raises ConfigError."""
-    from kvferry.sidechannel.key import load_key, require_key  # late: --help needs no zmq
+    from kvferry.sidechannel.shared_key import load_key, require_key  # late: --help needs no zmq
 
     require_key(load_key(settings), settings.host, "listen there")
 

@@ -28,11 +28,11 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.logs import share_logging
 from kvferry.engines.vllm.metadata import Orders, RankInfo, Reports
+from kvferry.engines.vllm.metrics import FerryMetrics, FerryStats, of_ended, of_worker
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.scheduler_side.engine import VllmEngine, start_engine
 from kvferry.engines.vllm.scheduler_side.engine_sleep import find_wake
-from kvferry.engines.vllm.stats import FerryMetrics, FerryStats, of_ended, of_worker
-from kvferry.engines.vllm.versions import check_version
+from kvferry.engines.vllm.supported_versions import check_version
 from kvferry.engines.vllm.worker_side.worker import VllmWorker
 from kvferry.stats import HandoffStats
 

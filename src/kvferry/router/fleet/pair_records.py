@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.router.fleet.breakers import Breaker
-from kvferry.router.fleet.pairing import why_not, why_not_modes
+from kvferry.router.fleet.compatibility import why_not, why_not_modes
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.settings import RouterSettings
 from kvferry.web.records import WorkerInfo
