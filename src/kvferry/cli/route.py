@@ -1,7 +1,6 @@
 """`kvferry route`: the OpenAI-compatible router in front of prefill and decode workers."""
 
 import argparse
-import asyncio
 import dataclasses
 import logging
 from enum import StrEnum
@@ -11,6 +10,7 @@ from kvferry.cli.support.parent_death import die_with_supervisor
 from kvferry.cli.support.worker_flags import field_docs
 from kvferry.router.app import Router, RouterFiles
 from kvferry.router.settings import RouterSettings
+from kvferry.web.event_loop import run_event_loop
 from kvferry.web.listen import Listener, announce, serve_until_signal
 
 logger = logging.getLogger(__name__)
@@ -78,5 +78,5 @@ def run(args: argparse.Namespace) -> ExitCode:
         announce(args.ready_file, url=listener.url)
         await serve_until_signal(listener)
 
-    asyncio.run(main())
+    run_event_loop(main())
     return ExitCode.OK

@@ -1,7 +1,6 @@
 """`kvferry serve`: one worker of the embedded engine, with its OpenAI-compatible server."""
 
 import argparse
-import asyncio
 import logging
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvferry.router.fleet.workers import check_url
 from kvferry.router.keys import read_keys
 from kvferry.settings import FerrySettings, Role
 from kvferry.web.etcd import check_etcd
+from kvferry.web.event_loop import run_event_loop
 from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _serve_with(
                 for registrar in registrars:
                     await registrar.stop()
 
-        asyncio.run(main())
+        run_event_loop(main())
         if server.failure is not None and engine.on_rank_death == "exit":
             raise FerryError(f"the engine has ended: {server.failure}. Start the worker again.")
     finally:
