@@ -74,7 +74,7 @@ def started(half: HandoffScheduler, request: Request, num_cached: int = 16) -> N
     half.on_new_request(request)
     assert half.match(request, num_cached).num_tokens == 32 - num_cached
     half.after_alloc(request, TABLES, num_cached)
-    assert len(half.build_orders().want) == 1
+    assert len(half.build_orders().fetch) == 1
 
 
 def test_a_class_that_does_not_state_its_mode_cannot_be_defined() -> None:  # R14
@@ -197,8 +197,8 @@ def test_decode_asks_only_for_what_it_has_not_cached() -> None:  # R30
     assert half.match(request, 16) == Match(num_tokens=16)
     half.after_alloc(request, TABLES, 16)
     orders = half.build_orders()
-    assert [(h.transfer, h.incarnation) for h in orders.hold] == [(T, "first-start")]
-    (want,) = orders.want
+    assert [(h.transfer, h.incarnation) for h in orders.keep_alive] == [(T, "first-start")]
+    (want,) = orders.fetch
     assert (want.wanted, want.mode, want.tables) == (TokenRange(16, 32), TransferMode.PULL, TABLES)
 
 
@@ -217,7 +217,7 @@ def test_decode_waits_for_the_handshake() -> None:
     half.on_new_request(request)
     assert board.asked == [("p0", "127.0.0.1", 5601)], "the handshake starts on arrival, not when there is room"
     assert half.match(request, 0).wait
-    assert not half.build_orders().hold
+    assert not half.build_orders().keep_alive
 
 
 @pytest.mark.parametrize("policy", list(FailurePolicy))
@@ -305,7 +305,7 @@ def test_an_abort_in_the_queue_lets_the_peer_free_its_blocks() -> None:
     half.on_new_request(request)
     assert half.request_finished(request, (), 0, first_token=None, aborted=True) == (None, None)
     orders = half.build_orders()
-    assert ([h.transfer for h in orders.hold], [c.transfer for c in orders.cancel]) == ([T], [T])
+    assert ([h.transfer for h in orders.keep_alive], [c.transfer for c in orders.cancel]) == ([T], [T])
     assert not half.has_pending_work()
 
 
@@ -324,7 +324,7 @@ def test_a_full_prefix_hit_tells_the_peer_at_once_and_keeps_nobody_waiting() -> 
     half.on_new_request(request)
     assert half.match(request, 32).num_tokens == 0
     half.after_alloc(request, TABLES, 32)
-    (want,) = half.build_orders().want
+    (want,) = half.build_orders().fetch
     assert len(want.wanted) == 0
     assert half.request_finished(request, TABLES, 40, first_token=None, aborted=False) == (None, None)
     outcome = half.update([StepReport(landed=(landed(),))])

@@ -214,7 +214,7 @@ class World:
     def hand_over(self, p: Engine, d: Engine, transfer: str) -> None:
         p.fill(SOURCE, 1)
         p.submit(StepOrders(offer=(offer(transfer, SOURCE, 12),)))
-        d.submit(StepOrders(want=(want(transfer, p, self.mode, TARGET, 0, 12),)))
+        d.submit(StepOrders(fetch=(want(transfer, p, self.mode, TARGET, 0, 12),)))
         until(lambda: transfer in p.seen[0].taken, p, d)
         np.testing.assert_array_equal(d.tokens(TARGET, 0, 12), p.tokens(SOURCE, 0, 12))
 
@@ -328,7 +328,7 @@ def test_a_peer_that_departs_is_forgotten_and_may_come_back(world: World) -> Non
     d.meet(p)
     world.hand_over(p, d, "t1")
     for one, other in ((p, d), (d, p)):
-        one.submit(StepOrders(depart=(PeerGone(other.engine, other.incarnation, "refused later"),)))
+        one.submit(StepOrders(gone=(PeerGone(other.engine, other.incarnation, "refused later"),)))
     until(lambda: not any(tables(p).values()) and not any(tables(d).values()), p, d)
     assert not p.lost, "who gives the order knows it"
     p.meet(d)
@@ -343,9 +343,9 @@ def test_prefill_that_forgot_us_is_reported_at_the_first_hand_off_that_finds_it_
     p.meet(d)
     d.meet(p)
     world.hand_over(p, d, "t1")
-    p.submit(StepOrders(depart=(PeerGone(d.engine, d.incarnation, "a test"),)))
+    p.submit(StepOrders(gone=(PeerGone(d.engine, d.incarnation, "a test"),)))
     until(lambda: p.drivers[0].stats().peers == 0, p)
-    d.submit(StepOrders(want=(want("t2", p, world.mode, TARGET, 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t2", p, world.mode, TARGET, 0, 12),)))
     until(lambda: bool(d.lost), d, p)
     assert [(engine, incarnation) for engine, incarnation, _ in d.lost] == [(p.engine, p.incarnation)]
     until(lambda: TransferId("t2") in d.seen[0].released, d)

@@ -61,7 +61,7 @@ class Load:
             TokenRange(0, TOKENS),
             DEADLINE_S,
         )
-        decode.submit(StepOrders(want=(want,)))
+        decode.submit(StepOrders(fetch=(want,)))
         for stop, final in ((TOKENS // 2, False), (TOKENS, True)):
             table = (BlockTable(0, 0, source),)
             offer = Offer(TransferId(name), RequestId(name), table, TokenRange(0, stop), final)

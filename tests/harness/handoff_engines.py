@@ -131,7 +131,7 @@ class Engine:
             driver.submit(orders)
 
     def meet(self, other: "Engine") -> None:
-        self.submit(StepOrders(introduce=(PeerAccepted(other.engine, other.incarnation, other.hello()),)))
+        self.submit(StepOrders(accepted=(PeerAccepted(other.engine, other.incarnation, other.hello()),)))
 
     def collect(self) -> None:
         for seen, driver in zip(self.seen, self.drivers, strict=True):

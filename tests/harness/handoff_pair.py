@@ -224,7 +224,7 @@ class Pair:
             TokenRange(start, stop),
             DEADLINE_S,
         )
-        self.order(self.decode, StepOrders(want=(want,)))
+        self.order(self.decode, StepOrders(fetch=(want,)))
 
     def cancel(self, transfer: str) -> None:
         cancel = Cancel(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"), "gone")
@@ -232,7 +232,7 @@ class Pair:
 
     def hold(self, transfer: str) -> None:
         hold = KeepAlive(TransferId(transfer), EngineId("p"), Incarnation(f"p{self.prefill_start}"))
-        self.order(self.decode, StepOrders(hold=(hold,)))
+        self.order(self.decode, StepOrders(keep_alive=(hold,)))
 
     def withdraw(self, transfer: str) -> None:
         self.order(self.prefill, StepOrders(withdraw=(Withdraw(TransferId(transfer), "aborted"),)))

@@ -81,7 +81,7 @@ class Remote:
         self._conn.send(("submit", (orders,)))
 
     def meet(self, other: "Remote") -> None:
-        self.submit(StepOrders(introduce=(PeerAccepted(other.engine, other.incarnation, other._hello),)))
+        self.submit(StepOrders(accepted=(PeerAccepted(other.engine, other.incarnation, other._hello),)))
 
     def fill(self, blocks: Sequence[int], seed: int) -> str:
         self._conn.send(("fill", (blocks, seed)))

@@ -69,8 +69,8 @@ class OrdersBuilder:
 
     offer: dict[TransferId, Offer] = field(default_factory=dict)
     withdraw: list[Withdraw] = field(default_factory=list)
-    hold: list[KeepAlive] = field(default_factory=list)
-    want: list[Fetch] = field(default_factory=list)
+    keep_alive: list[KeepAlive] = field(default_factory=list)
+    fetch: list[Fetch] = field(default_factory=list)
     cancel: list[Cancel] = field(default_factory=list)
 
     def orders(self) -> StepOrders:
@@ -78,8 +78,8 @@ class OrdersBuilder:
         return StepOrders(
             offer=tuple(self.offer.values()),
             withdraw=tuple(self.withdraw),
-            hold=tuple(self.hold),
-            want=tuple(self.want),
+            keep_alive=tuple(self.keep_alive),
+            fetch=tuple(self.fetch),
             cancel=tuple(self.cancel),
         )
 

@@ -139,7 +139,7 @@ class HandoffScheduler:
             entry.incarnation = view.incarnation
             entry.held = True
             assert view.incarnation is not None, "an accepted peer has an incarnation"
-            self._next.hold.append(KeepAlive(entry.transfer, entry.engine, view.incarnation))
+            self._next.keep_alive.append(KeepAlive(entry.transfer, entry.engine, view.incarnation))
         return view.status, view.reason
 
     def _policy(self, request: RequestView) -> FailurePolicy:
@@ -172,7 +172,7 @@ class HandoffScheduler:
         entry.started = True
         wanted = TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens)
         entry.told = not len(wanted)  # all of it was cached: the peer has to know, the engine does not wait
-        self._next.want.append(
+        self._next.fetch.append(
             Fetch(
                 transfer=entry.transfer,
                 request=entry.request,

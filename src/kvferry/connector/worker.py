@@ -49,11 +49,11 @@ class HandoffWorker:
 
     def introduce(self, peer: PeerAccepted) -> None:
         """A peer was accepted. From any thread."""
-        self._driver.submit(StepOrders(introduce=(peer,)))
+        self._driver.submit(StepOrders(accepted=(peer,)))
 
     def depart(self, peer: PeerGone) -> None:
         """A peer is gone. From any thread."""
-        self._driver.submit(StepOrders(depart=(peer,)))
+        self._driver.submit(StepOrders(gone=(peer,)))
 
     def stats(self) -> HandoffStats:
         """Counters since the start."""

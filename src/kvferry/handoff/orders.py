@@ -58,7 +58,8 @@ class Withdraw:
 class KeepAlive:
     """Decode: the request still waits in our queue; keep the prefill side's grant alive.
 
-    Holds until a Want or a Cancel names the transfer, and at most `transfer.deadline_s` after the last Hold for it.
+    It lasts until a Fetch or a Cancel names the transfer, and at most `transfer.deadline_s` after the last KeepAlive
+    for it.
     """
 
     transfer: TransferId
@@ -98,20 +99,20 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What the scheduler half tells every worker half, once a step."""
+    """What the scheduler half tells every worker half, once per step."""
 
-    introduce: tuple[PeerAccepted, ...] = ()
+    accepted: tuple[PeerAccepted, ...] = ()
     offer: tuple[Offer, ...] = ()
     withdraw: tuple[Withdraw, ...] = ()
-    hold: tuple[KeepAlive, ...] = ()
-    want: tuple[Fetch, ...] = ()
+    keep_alive: tuple[KeepAlive, ...] = ()
+    fetch: tuple[Fetch, ...] = ()
     cancel: tuple[Cancel, ...] = ()
-    depart: tuple[PeerGone, ...] = ()
-    """Carried out before `introduce`."""
+    gone: tuple[PeerGone, ...] = ()
+    """These are carried out before `accepted`."""
 
     def __bool__(self) -> bool:
         return bool(
-            self.introduce or self.offer or self.withdraw or self.hold or self.want or self.cancel or self.depart
+            self.accepted or self.offer or self.withdraw or self.keep_alive or self.fetch or self.cancel or self.gone
         )
 
 

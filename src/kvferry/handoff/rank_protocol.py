@@ -119,9 +119,9 @@ class RankProtocol:
             prefill.offer(offer, now_s)
         for withdraw in orders.withdraw:
             prefill.withdraw(withdraw, now_s)
-        for hold in orders.hold:
+        for hold in orders.keep_alive:
             decode.hold(hold, now_s)
-        for want in orders.want:
+        for want in orders.fetch:
             decode.want(want, now_s)
         for cancel in orders.cancel:
             decode.cancel(cancel, now_s)

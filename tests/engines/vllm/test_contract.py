@@ -295,11 +295,11 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel,
         request = decode.add("d1", 40, params)
         decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         other.catch_up()
-        assert orders[0].introduce, "who it is, before what is wanted of it"
-        assert [want.wanted for one in orders for want in one.want] == [TokenRange(0, 40)]
+        assert orders[0].accepted, "who it is, before what is wanted of it"
+        assert [want.wanted for one in orders for want in one.fetch] == [TokenRange(0, 40)]
         assert not decode.last.kv_connector_metadata.orders
         line.catch_up()
-        assert any(one.introduce for one in told), "an idle prefill hears of decode at once"
+        assert any(one.accepted for one in told), "an idle prefill hears of decode at once"
     finally:
         prefill.close()
         decode.close()
@@ -417,7 +417,7 @@ def test_whole_blocks_that_decode_has_are_not_asked_for(prefill: Engine, decode:
         decode.step()
     request = decode.add("d2", 40, params)
     decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
-    wants = decode.last.kv_connector_metadata.orders.want
+    wants = decode.last.kv_connector_metadata.orders.fetch
     assert [want.wanted for want in wants] == [TokenRange(32, 40)]
 
 

@@ -63,7 +63,7 @@ def test_staged_and_direct_hand_offs_bring_the_same_bytes(kind: type[StagingEngi
         d.meet(p)
         source, target = blocks(NUM_TOKENS, p_block, 1), blocks(NUM_TOKENS, d_block, 2)
         p.fill(source, 1)
-        d.submit(StepOrders(want=(want("t1", p, mode, target, 7, NUM_TOKENS),)))
+        d.submit(StepOrders(fetch=(want("t1", p, mode, target, 7, NUM_TOKENS),)))
         p.submit(StepOrders(offer=(offer("t1", source, 400, final=False),)))
         p.submit(StepOrders(offer=(offer("t1", source, NUM_TOKENS, note=b"n"),)))
         until(lambda: bool(d.seen[0].landed) and bool(p.seen[0].taken), p, d)
@@ -115,7 +115,7 @@ def test_few_runs_go_directly_without_a_look_at_the_costs(monkeypatch: pytest.Mo
         d.meet(p)
         source, target = blocks(NUM_TOKENS, 64, 1), blocks(NUM_TOKENS, 64, 2)
         p.fill(source, 1)
-        d.submit(StepOrders(want=(want("t1", p, TransferMode.PUSH, target, 0, NUM_TOKENS),)))
+        d.submit(StepOrders(fetch=(want("t1", p, TransferMode.PUSH, target, 0, NUM_TOKENS),)))
         p.submit(StepOrders(offer=(offer("t1", source, NUM_TOKENS),)))
         until(lambda: bool(d.seen[0].landed) and bool(p.seen[0].taken), p, d)
         assert d.seen[0].landed[0].num_bytes > 128 << 10, "less is never compared"

@@ -152,7 +152,7 @@ def test_drivers_that_met_ring_and_need_no_polling(mode: TransferMode, monkeypat
         source, target = [5, 3, 9], [4, 8, 1]
         p.fill(source, 1)
         began_s = time.monotonic()
-        d.submit(StepOrders(want=(want("t1", p, mode, target, 0, 9, deadline_s=40.0),)))
+        d.submit(StepOrders(fetch=(want("t1", p, mode, target, 0, 9, deadline_s=40.0),)))
         p.submit(StepOrders(offer=(offer("t1", source, 9),)))
         until(lambda: all(s.landed for s in d.seen) and all(s.taken for s in p.seen), p, d, timeout_s=LONG_S)
         assert time.monotonic() - began_s < LONG_S / 3
@@ -178,7 +178,7 @@ def test_whoever_departs_is_rung_no_more() -> None:
         p.meet(d)
         d.meet(p)
         until(lambda: bool(p.drivers[0]._bell._peers))
-        p.submit(StepOrders(depart=(PeerGone(d.engine, d.incarnation, "test"),)))
+        p.submit(StepOrders(gone=(PeerGone(d.engine, d.incarnation, "test"),)))
         until(lambda: not p.drivers[0]._bell._peers)
     finally:
         d.close()
@@ -224,7 +224,7 @@ def test_a_landing_is_reported_before_prefill_is_told(monkeypatch: pytest.Monkey
         p.meet(d)
         d.meet(p)
         p.fill([5], 1)
-        d.submit(StepOrders(want=(want("t1", p, TransferMode.PUSH, [4], 0, 3),)))
+        d.submit(StepOrders(fetch=(want("t1", p, TransferMode.PUSH, [4], 0, 3),)))
         p.submit(StepOrders(offer=(offer("t1", [5], 3),)))
         until(lambda: bool(p.seen[0].taken), p)
         assert order.index("reported") < order.index("Confirm")

@@ -26,7 +26,7 @@ def test_every_wanted_byte_arrives(mode: TransferMode, p_ranks: int, d_ranks: in
         source, target = [5, 3, 9, 7, 11, 2], [4, 8, 1, 6, 20, 21]
         stop = 21
         p.fill(source, 1)
-        d.submit(StepOrders(want=(want("t1", p, mode, target, 2, stop),)))
+        d.submit(StepOrders(fetch=(want("t1", p, mode, target, 2, stop),)))
         p.submit(StepOrders(offer=(offer("t1", source, 9, final=False),)))
         p.submit(StepOrders(offer=(offer("t1", source, 17, final=False),)))
         p.submit(StepOrders(offer=(offer("t1", source, stop, note=b"first"),)))

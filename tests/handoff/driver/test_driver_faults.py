@@ -40,7 +40,7 @@ class World:
 
     def hand_over(self, p: Engine, d: Engine, transfer: str) -> None:
         p.submit(StepOrders(offer=(offer(transfer, SOURCE, 12),)))
-        d.submit(StepOrders(want=(want(transfer, p, self.mode, TARGET, 0, 12),)))
+        d.submit(StepOrders(fetch=(want(transfer, p, self.mode, TARGET, 0, 12),)))
 
 
 @pytest.fixture(params=MODES, ids=str)
@@ -108,7 +108,7 @@ def test_a_hanging_handoff_does_not_block_another(world: World) -> None:
     other.meet(d)
     d.meet(other)
     # A prefill that never offers: its hand-off hangs until the deadline.
-    d.submit(StepOrders(want=(want("hangs", p, world.mode, [20, 21, 22], 0, 12),)))
+    d.submit(StepOrders(fetch=(want("hangs", p, world.mode, [20, 21, 22], 0, 12),)))
     world.hand_over(other, d, "passes")
     until(lambda: [landed.transfer for landed in d.seen[0].landed] == ["passes"], p, d, other)
     assert not d.seen[0].failed
@@ -120,12 +120,12 @@ def test_a_hanging_handoff_does_not_block_another(world: World) -> None:
 def test_cancel_and_withdraw(world: World) -> None:
     """R28: both sides get their blocks back, by `released`, and no end is told twice."""
     p, d = world.pair()
-    d.submit(StepOrders(want=(want("t1", p, world.mode, TARGET, 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     d.submit(StepOrders(cancel=(Cancel(TransferId("t1"), p.engine, p.incarnation, "gone"),)))
     p.submit(StepOrders(offer=(offer("t1", SOURCE, 12),)))
     until(lambda: d.seen[0].released == ["t1"] and p.seen[0].released == ["t1"], p, d)
     p.submit(StepOrders(offer=(offer("t2", SOURCE, 4, final=False),)))
-    d.submit(StepOrders(want=(want("t2", p, world.mode, TARGET, 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t2", p, world.mode, TARGET, 0, 12),)))
     p.submit(StepOrders(withdraw=(Withdraw(TransferId("t2"), "the client went away"),)))
     until(lambda: "t2" in d.seen[0].released and "t2" in p.seen[0].released, p, d)
     assert [failed.transfer for failed in d.seen[0].failed] == ["t2"]
@@ -160,8 +160,8 @@ def test_a_peer_that_does_not_fit_leaves_nothing(world: World) -> None:
     p = world.engine("p", Role.PREFILL)
     told = p.hello().replace(b"layers.0.attn", b"layers.7.attn")
     for number in range(20):
-        d.submit(StepOrders(introduce=(PeerAccepted(p.engine, p.incarnation, told[number:]),)))
-    d.submit(StepOrders(want=(want("t1", p, world.mode, TARGET, 0, 12),)))
+        d.submit(StepOrders(accepted=(PeerAccepted(p.engine, p.incarnation, told[number:]),)))
+    d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: d.seen[0].released == ["t1"], d)
     assert "is not known" in d.seen[0].failed[0].reason
     stats = d.drivers[0].stats()
@@ -191,8 +191,8 @@ def test_drain_finishes_what_is_open_and_takes_nothing_new(world: World) -> None
     until(lambda: p.drivers[0].stats().open_grants == 1, p, d)
     p.drivers[0].drain()
     assert not p.drivers[0].drained
-    d.submit(StepOrders(want=(want("t2", p, world.mode, TARGET, 0, 12),)))
-    d.submit(StepOrders(want=(want("t3", p, world.mode, [20, 21, 22], 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t2", p, world.mode, TARGET, 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t3", p, world.mode, [20, 21, 22], 0, 12),)))
     until(lambda: p.drivers[0].drained, p, d)
     until(lambda: bool(d.seen[0].failed), p, d)
     assert p.seen[0].taken == ["t1", "t2"]
@@ -202,7 +202,7 @@ def test_drain_finishes_what_is_open_and_takes_nothing_new(world: World) -> None
 def test_close_tells_the_peer(world: World) -> None:
     p, d = world.pair()
     p.submit(StepOrders(offer=(offer("t1", SOURCE, 4, final=False),)))
-    d.submit(StepOrders(want=(want("t1", p, world.mode, TARGET, 0, 12),)))
+    d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: bool(d.drivers[0]._core.decode._receives) and not p.drivers[0]._idle, p, d)
     receive = d.drivers[0]._core.decode._receives[TransferId("t1")]
     # Nothing is in flight: a read that is cut off by the close is told as such, and may come first.

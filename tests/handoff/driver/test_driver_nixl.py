@@ -35,7 +35,7 @@ def test_every_wanted_byte_arrives_over_nixl(mode: TransferMode) -> None:
             other.meet(d)
             d.meet(other)
             other.fill(SOURCE, 1 if transfer == "t1" else 2)
-            d.submit(StepOrders(want=(want(transfer, other, mode, TARGET, 0, 21),)))
+            d.submit(StepOrders(fetch=(want(transfer, other, mode, TARGET, 0, 21),)))
             other.submit(StepOrders(offer=(offer(transfer, SOURCE, 9, final=False),)))
             other.submit(StepOrders(offer=(offer(transfer, SOURCE, 21, note=b"first"),)))
             until(lambda other=other, transfer=transfer: all(transfer in seen.taken for seen in other.seen), other, d)  # type: ignore[misc]

@@ -185,7 +185,7 @@ def _hand_over(half: _Half, pipe: Connection, name: str, meanwhile: Callable[[],
         transfer=TransferId(name), request=RequestId(name), engine=EngineId(str(Role.PREFILL)),
         incarnation=_INCARNATION, mode=half.mode, tables=half.table(2), wanted=half.tokens, deadline_s=_WAIT_S,
     )  # fmt: skip
-    half.worker.start_step(StepOrders(want=(want,)))
+    half.worker.start_step(StepOrders(fetch=(want,)))
     half.wait(done, meanwhile)
     _received(pipe)
     return landed[0]

@@ -250,9 +250,9 @@ class Driver:
         return busy
 
     def _take_orders(self, orders: StepOrders, now_s: float) -> None:
-        for depart in orders.depart:
+        for depart in orders.gone:
             self._depart(depart, now_s)
-        for introduce in orders.introduce:
+        for introduce in orders.accepted:
             self._introduce(introduce, now_s)
         self._core.orders(orders, now_s)
 

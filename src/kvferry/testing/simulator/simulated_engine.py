@@ -232,7 +232,7 @@ class DecodeEngine(SimEngine):
         target = _Target(job, transfer, prefill, incarnation, must_land, attempt, self.world.now_s)
         self.jobs[transfer] = target
         if job.queue_s > 0.05:
-            self.order(StepOrders(hold=(KeepAlive(transfer, prefill, incarnation),)))
+            self.order(StepOrders(keep_alive=(KeepAlive(transfer, prefill, incarnation),)))
         self.world.after(job.queue_s, self._want, target)
         if job.cancel_s is not None:
             self.world.after(job.cancel_s, self._cancel, target, "the client went away")
@@ -265,7 +265,7 @@ class DecodeEngine(SimEngine):
             self.world.settings.transfer.deadline_s,
         )
         self.world.say("%s wants %s [%d,%d)", self.engine, target.transfer, job.cached_tokens, job.asked_tokens)
-        self.order(StepOrders(want=(want,)))
+        self.order(StepOrders(fetch=(want,)))
 
     def _cancel(self, target: _Target, reason: str) -> None:
         if self.dead or target.cancelled or self.jobs.get(target.transfer) is not target:

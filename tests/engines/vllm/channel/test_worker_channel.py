@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def heard(self) -> list[PeerAccepted | PeerGone]:
-        return [peer for one in self.orders for peer in (*one.introduce, *one.depart)]
+        return [peer for one in self.orders for peer in (*one.accepted, *one.gone)]
 
     def wait_heard(self, count: int) -> bool:
         with self.changed:
@@ -139,11 +139,11 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Channel
         deadline_s=60.0,
     )
     mail.tell(came())
-    mail.send(StepOrders(want=(want,)))
+    mail.send(StepOrders(fetch=(want,)))
     assert worker.wait_heard(2)
     first, second = worker.orders
-    assert first.introduce == (came(),)
-    (told,) = second.want
+    assert first.accepted == (came(),)
+    (told,) = second.fetch
     assert (told.wanted, told.mode, told.transfer) == (want.wanted, want.mode, want.transfer)
     assert [(one.first_token, tuple(one.block_ids)) for one in told.tables] == [(16, (7, 8))]
 
@@ -207,7 +207,7 @@ def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
     assert WorkerLineReady(worker).wait()
     worker.line.close()
     for _ in range(3):
-        end.send(StepOrders(introduce=(came(),)))
+        end.send(StepOrders(accepted=(came(),)))
     end.close()
     assert not worker.line.tell(StepReport())
     worker.line.catch_up()

@@ -176,7 +176,7 @@ def test_a_remote_prefill_from_arrival_to_landing() -> None:
     engine = Engine()
     waiting(engine)
     orders, doomed = engine.orders()
-    (want,) = orders.want
+    (want,) = orders.fetch
     assert (want.wanted, want.tables) == (TokenRange(0, 40), (BlockTable(0, 0, (1, 2, 3)),))
     assert not doomed
     ended = engine.half.update([landed()])
@@ -187,7 +187,7 @@ def test_a_remote_prefill_from_arrival_to_landing() -> None:
 def test_what_is_cached_here_is_not_asked_for() -> None:  # R30
     engine = Engine()
     waiting(engine, cached=16)
-    assert engine.orders()[0].want[0].wanted == TokenRange(16, 40)
+    assert engine.orders()[0].fetch[0].wanted == TokenRange(16, 40)
 
 
 def test_all_is_cached_here_and_prefill_is_told() -> None:  # R25
@@ -196,7 +196,7 @@ def test_all_is_cached_here_and_prefill_is_told() -> None:  # R25
     engine.half.on_new_request(request)
     assert engine.half.get_num_new_matched_tokens(request, 40) == (0, False)
     engine.half.update_state_after_alloc(request, engine.manager.allocate("r", 3), 0)
-    assert engine.orders()[0].want[0].wanted == TokenRange(40, 40)
+    assert engine.orders()[0].fetch[0].wanted == TokenRange(40, 40)
     assert engine.half.update([released()]).received == frozenset()
 
 
@@ -228,7 +228,7 @@ def test_prompt_logprobs_go_past_a_handshake_that_runs() -> None:
     engine.half.on_new_request(request)
     engine.half.get_num_new_matched_tokens(request, 0)
     engine.half.update_state_after_alloc(request, engine.manager.allocate("r", 3), 0)
-    assert not engine.orders()[0].want
+    assert not engine.orders()[0].fetch
     assert engine.half.request_finished(request, ([1, 2, 3],), well=True) == (False, None)
 
 
@@ -436,7 +436,7 @@ def test_the_end_of_the_prompt_is_left_to_decode_once() -> None:  # R32 R33
 def test_decode_wants_what_prefill_computes_and_no_more() -> None:  # R32
     engine = Engine(TransferMode.PUSH, forms=(FULL, STATE), backoff=1)
     waiting(engine)
-    (want,) = engine.orders()[0].want
+    (want,) = engine.orders()[0].fetch
     assert want.wanted == TokenRange(0, 39)
     assert want.tables[1].first_token == 39
 

@@ -179,7 +179,7 @@ class Rank:
         self.cache.copy(step.copies)
         self.cache.clear(step.clear)
         if self.worker is not None and orders:
-            if orders.want or orders.offer:
+            if orders.fetch or orders.offer:
                 # What we cleared must not be cleared after it has arrived; what is offered must really be there.
                 self.cache.wait_written()
             self.worker.start_step(orders)

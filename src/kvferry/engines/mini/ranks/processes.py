@@ -257,11 +257,11 @@ class ProcessExecutor:
 
     def introduce(self, peer: PeerAccepted) -> None:
         """See HandoffWorker."""
-        self._tell_all(Orders(StepOrders(introduce=(peer,))))
+        self._tell_all(Orders(StepOrders(accepted=(peer,))))
 
     def depart(self, peer: PeerGone) -> None:
         """See HandoffWorker."""
-        self._tell_all(Orders(StepOrders(depart=(peer,))))
+        self._tell_all(Orders(StepOrders(gone=(peer,))))
 
     def drain(self) -> None:
         """See HandoffWorker."""

@@ -47,7 +47,7 @@ class ChannelHub:
         with self._sending:
             if self._lines:
                 came, left = ((peer,), ()) if isinstance(peer, PeerAccepted) else ((), (peer,))
-                self._send(StepOrders(introduce=came, depart=left))
+                self._send(StepOrders(accepted=came, gone=left))
                 return
             self._waiting.append(peer)
         self._wake()

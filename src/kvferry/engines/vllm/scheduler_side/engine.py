@@ -71,7 +71,7 @@ class VllmEngine:
         self.send_orders()
         orders, doomed = self.scheduler.build_orders()
         if came or left:
-            orders = replace(orders, introduce=came, depart=left)
+            orders = replace(orders, accepted=came, gone=left)
         self._may_rest = not (computes or doomed or orders) and self.listens
         return orders, doomed
 
