@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, and a check that a test left no thread and no process behind."""
+"""What every test gets: a clean environment, and a check that it leaves nothing behind."""
 
 import os
 from collections.abc import Iterator
@@ -6,11 +6,25 @@ from collections.abc import Iterator
 import pytest
 
 import tests.harness.hypothesis_profile  # noqa: F401  loads its profile
+from tests.harness.leaks import Held, left_since
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a thread, a process, a socket or shared memory fails, with the name of what it left.
+
+    The marker `leaves("reason")` switches the check off for a test that cannot help it.
+    """
+    before = Held.now()
+    yield
+    if request.node.get_closest_marker("leaves") is None:
+        left = left_since(before)
+        assert not left, f"the test left behind: {'; '.join(left)}"
 
 
 @pytest.fixture(autouse=True)
 def clean_environ() -> Iterator[None]:
-    """No KVFERRY_ or UCX_ variable of the developer's shell reaches a test."""
+    """No KVFERRY_, UCX_ or NIXL_ variable of the developer's shell reaches a test."""
     saved = {key: value for key, value in os.environ.items() if key.startswith(("KVFERRY_", "UCX_", "NIXL_"))}
     for key in saved:
         del os.environ[key]

@@ -2,6 +2,9 @@
 
 from typing import NewType
 
+__all__ = ["peer_name"]
+
+
 EngineId = NewType("EngineId", str)
 """Which engine: stable over restarts, chosen by the operator or made at random."""
 

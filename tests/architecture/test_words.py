@@ -22,7 +22,7 @@ DOCSTRINGS = {  # pattern, searched in each docstring (and each text beneath a f
     r"\b(told|heard)\b": 99,
 }
 FILES = {  # pattern, searched in the whole source: greatest count
-    r"told": 372,
+    r"told": 373,
     r"\bheard\b": 56,
     r"\b(no|some)body\b": 86,
     r"\bso many\b": 30,

@@ -25,6 +25,9 @@ from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, 
 from kvferry.cli.up import FleetPlan, start_fleet
 from kvferry.errors import FerryError
 
+__all__ = ["Answer", "add_arguments", "ask", "report", "run", "show"]
+
+
 PROMPT = (
     "A ferry carries people across a river. One bank has a mill that grinds grain all morning; the other bank has a "
     "bakery that makes bread all afternoon. The miller could bake too, but then the mill would stand still, and the "

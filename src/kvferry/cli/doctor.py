@@ -27,7 +27,7 @@ from kvferry.testing.ends import End, LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation
 from kvferry.transport.registry import TRANSPORTS, make_transport
 
-__all__ = ["Doctor", "add_arguments", "run"]
+__all__ = ["Doctor", "Step", "add_arguments", "run"]
 
 logger = logging.getLogger(__name__)
 

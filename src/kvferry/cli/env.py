@@ -13,7 +13,7 @@ from typing import Any
 from kvferry import __version__
 from kvferry.cli.main import ExitCode
 
-__all__ = ["collect"]
+__all__ = ["add_arguments", "collect", "run"]
 
 _PACKAGES = (
     "torch", "nixl", "msgspec", "numpy", "pyzmq", "xxhash", "aiohttp", "prometheus-client", "safetensors", "tokenizers",

@@ -24,7 +24,7 @@ from kvferry.transport.base import Operation
 from kvferry.transport.staging.chunks import chunk_plans
 from kvferry.transport.staging.cost import choose, load_cost_model
 
-__all__ = ["SUMMARY", "add_arguments", "made_up_tables", "rows", "run"]
+__all__ = ["SUMMARY", "Summary", "add_arguments", "capacity", "made_up_tables", "rows", "run"]
 
 SUMMARY = "what would be copied between two layouts"
 DEFAULT_TOKENS = 4096

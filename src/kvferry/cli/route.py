@@ -13,6 +13,9 @@ from kvferry.router.settings import RouterSettings
 from kvferry.web.event_loop import run_event_loop
 from kvferry.web.listen import Listener, announce, serve_until_signal
 
+__all__ = ["add_arguments", "run"]
+
+
 logger = logging.getLogger(__name__)
 
 _FILES = {

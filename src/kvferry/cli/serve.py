@@ -18,6 +18,9 @@ from kvferry.web.etcd import check_etcd
 from kvferry.web.event_loop import run_event_loop
 from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal
 
+__all__ = ["add_arguments", "run"]
+
+
 logger = logging.getLogger(__name__)
 
 

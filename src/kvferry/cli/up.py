@@ -24,7 +24,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.web.listen import Listener, announce, check_ready_file
 
-__all__ = ["FleetPlan", "start_fleet"]
+__all__ = ["FleetPlan", "add_arguments", "run", "start_fleet"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _STEADY_S = 60.0

@@ -15,7 +15,7 @@ from kvferry.handshake.table import FACTS
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
 
-__all__ = ["Row", "Side", "Verdict", "VerdictKind", "is_strict", "verdict"]
+__all__ = ["Row", "Side", "Verdict", "VerdictKind", "is_strict", "show", "verdict"]
 
 
 _HARMLESS = re.compile(r"[\w./:@,=+\-{}\[\]\" ]{1,300}", re.ASCII)

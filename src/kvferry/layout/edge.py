@@ -17,7 +17,17 @@ from kvferry.layout.description import CacheKind, Tensor
 if TYPE_CHECKING:
     from kvferry.layout.pairing import Edge
 
-__all__ = ["Box", "BoxClass", "Compiled", "GroupPair", "Template", "compile_edge", "templates"]
+__all__ = [
+    "Box",
+    "BoxClass",
+    "Compiled",
+    "GroupPair",
+    "Template",
+    "coalesced",
+    "compile_edge",
+    "merge_neighbours",
+    "templates",
+]
 
 Int64s = npt.NDArray[np.int64]
 Dim = tuple[int, int, int]

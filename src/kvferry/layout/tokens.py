@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_TOKENS",
     "Holder",
+    "Lookup",
     "Segments",
     "Span",
     "check_held",

@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvferry.errors import FerryError, Overloaded, RequestError, RequestTooLong
 
-__all__ = ["REQUEST_ID", "ApiError", "as_api_error", "error_middleware", "request_id_of"]
+__all__ = ["REQUEST_ID", "ApiError", "as_api_error", "error_middleware", "request_id_of", "too_large"]
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import msgspec
 from kvferry.settings import Role, TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 
-__all__ = ["CacheMark", "Limits", "Load", "Room", "Served", "SideChannelAddress", "WorkerInfo"]
+__all__ = ["CacheMark", "Limits", "Load", "Room", "Served", "SideChannelAddress", "WorkerInfo", "header_value"]
 
 HEADER_PREFIX = "x-kvferry-"
 

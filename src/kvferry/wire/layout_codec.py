@@ -31,6 +31,13 @@ from kvferry.layout.limits import MAX_AXES, MAX_BYTES, MAX_GROUPS, MAX_NAME, MAX
 __all__ = [
     "LAYOUT_VERSION",
     "MAX_LAYOUT_BYTES",
+    "WireAxis",
+    "WireFile",
+    "WireForm",
+    "WireGroup",
+    "WireLayout",
+    "WireRank",
+    "WireRegion",
     "decode_layout",
     "decode_layout_json",
     "encode_layout",

@@ -12,6 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 
+__all__ = ["add_arguments", "main", "measure", "mini", "transformers", "vllm"]
+
+
 Generate = Callable[[list[list[int]], int], None]
 """Answer all prompts, greedily, with exactly so many tokens each."""
 

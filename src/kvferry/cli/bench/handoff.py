@@ -27,7 +27,7 @@ from kvferry.settings import TransferMode
 if TYPE_CHECKING:
     from kvferry.cli.bench.handoff_rates import Rates
 
-__all__ = ["QUICK_ARGS", "add_arguments", "run"]
+__all__ = ["QUICK_ARGS", "Ttft", "add_arguments", "run"]
 
 QUICK_ARGS = ("--prompts", "512", "--repeats", "2", "--mib", "256")
 _ANSWER_TOKENS = 2

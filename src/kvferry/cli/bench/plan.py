@@ -20,7 +20,19 @@ from kvferry.layout.packing import plan_staged
 from kvferry.layout.pairing import Edge, pair
 from kvferry.layout.planning import plan
 
-__all__ = ["QUICK_ARGS", "SUMMARY", "Result", "add_arguments", "measure", "run"]
+__all__ = [
+    "QUICK_ARGS",
+    "SUMMARY",
+    "Case",
+    "Result",
+    "Shape",
+    "add_arguments",
+    "cases",
+    "layouts",
+    "measure",
+    "run",
+    "table",
+]
 
 SUMMARY = "what planning costs"
 QUICK_ARGS = ("--quick",)

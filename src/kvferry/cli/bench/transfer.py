@@ -36,7 +36,7 @@ from kvferry.transport.staging.packer import region_views
 from kvferry.transport.staging.stager import Stager
 from kvferry.transport.staging.staging import StagingPool
 
-__all__ = ["CASES", "QUICK_ARGS", "Case", "add_arguments", "measure_case", "run"]
+__all__ = ["CASES", "QUICK_ARGS", "Case", "add_arguments", "layouts", "measure_case", "run", "table"]
 
 QUICK_ARGS = ("--mib", "64", "--repeats", "3")
 PREFILL, DECODE = PeerName("bench-prefill/1/0"), PeerName("bench-decode/1/0")

@@ -24,7 +24,15 @@ from kvferry.settings import (
 )
 from kvferry.transport.registry import TRANSPORTS
 
-__all__ = ["add_worker_flags", "check_side_channel", "engine_settings", "ferry_settings", "field_docs", "worker_argv"]
+__all__ = [
+    "Flag",
+    "add_worker_flags",
+    "check_side_channel",
+    "engine_settings",
+    "ferry_settings",
+    "field_docs",
+    "worker_argv",
+]
 
 _GIB = 1 << 30
 

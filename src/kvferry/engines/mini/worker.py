@@ -45,7 +45,7 @@ from kvferry.wire.hello import Hello, RankHello, encode_hello
 from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.versions import protocol_range
 
-__all__ = ["Worker", "WorkerSettings", "build_worker"]
+__all__ = ["Standing", "Worker", "WorkerSettings", "build_worker", "describe", "describe_engine"]
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role, TransferMode
 from kvferry.web.records import WorkerInfo
 
-__all__ = ["Learned", "Source", "Wait", "Worker"]
+__all__ = ["BlockReservation", "Cached", "Learned", "Report", "Source", "Wait", "Worker"]
 
 
 class Source(StrEnum):

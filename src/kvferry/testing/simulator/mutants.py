@@ -12,7 +12,20 @@ from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import PeerName
 from kvferry.wire.handoff_messages import Message, readdressed
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "abort_releases_at_once",
+    "completion_overwrites",
+    "confirm_before_write",
+    "failure_not_told",
+    "first_failed_rank_frees",
+    "free_while_writing",
+    "old_incarnation",
+    "scan_stops_at_live",
+    "stale_registration",
+    "wrong_heartbeat_id",
+]
 
 Mutant = Callable[[RankProtocol], None]
 

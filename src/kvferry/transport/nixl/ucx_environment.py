@@ -8,7 +8,7 @@ import os
 from collections.abc import MutableMapping
 from pathlib import Path
 
-__all__ = ["prepare_environment"]
+__all__ = ["may_read_other_processes", "prepare_environment"]
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from kvferry.layout.description import CacheLayout
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 
-__all__ = ["ConnectorStart", "Executor", "LocalExecutor", "OnPeerLost", "Rank", "StepOutcome"]
+__all__ = ["ConnectorStart", "Executor", "LocalExecutor", "OnPeerLost", "Rank", "Stages", "StepOutcome"]
 
 OnPeerLost = Callable[[EngineId, Incarnation, str], None]
 

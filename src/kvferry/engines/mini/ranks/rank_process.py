@@ -53,7 +53,7 @@ from kvferry.errors import FerryError
 from kvferry.ids import EngineId, Incarnation
 from kvferry.stats import HandoffStats
 
-__all__ = ["main"]
+__all__ = ["RankProcess", "become", "device_of", "main"]
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from kvferry.web.origin import no_page
 from kvferry.web.stages import TRACE_PATH
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["ServerSettings", "WorkerLike", "WorkerServer"]
+__all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from kvferry.errors import FerryError
 from kvferry.ids import RequestId
 from kvferry.web.api_errors import ApiError
 
-__all__ = ["EngineLike", "EngineThread", "Sink"]
+__all__ = ["EngineLike", "EngineThread", "Sink", "WakesItself"]
 
 logger = logging.getLogger(__name__)
 

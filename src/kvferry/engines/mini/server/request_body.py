@@ -9,7 +9,7 @@ from kvferry.errors import RequestError
 from kvferry.settings import FailurePolicy
 from kvferry.web.json_body import shown
 
-__all__ = ["ChatBody", "CommonBody", "CompletionBody", "sampling_of"]
+__all__ = ["ChatBody", "CommonBody", "CompletionBody", "ResponseFormat", "StreamOptions", "sampling_of"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

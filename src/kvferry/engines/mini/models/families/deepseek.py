@@ -22,7 +22,7 @@ from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.linear import Linear
 from kvferry.engines.mini.models.parallel import Shard
 
-__all__ = ["DeepSeek", "DeepSeekConfig", "build", "caches", "expected_tensors", "read"]
+__all__ = ["DeepSeek", "DeepSeekConfig", "LatentAttention", "build", "caches", "expected_tensors", "read"]
 
 LATENT_EPS = 1e-6
 """Of the norms of the latents; config.json does not say it."""

@@ -25,7 +25,7 @@ from kvferry.errors import ConfigError
 from kvferry.layout.builders import Heads, head_range, mamba2_parts
 from kvferry.layout.description import CacheKind
 
-__all__ = ["Granite", "GraniteConfig", "Mamba2Shape", "build", "caches", "expected_tensors", "read"]
+__all__ = ["Granite", "GraniteConfig", "Mamba2", "Mamba2Shape", "build", "caches", "expected_tensors", "read"]
 
 STATE_PARTS = ("conv.x", "conv.b", "conv.c", "ssm")
 

@@ -20,7 +20,7 @@ from kvferry.engines.mini.models.gguf.tokenizer_files import tokenizer, tokenize
 from kvferry.engines.mini.models.progress import Progress
 from kvferry.errors import ConfigError, UnknownModel
 
-__all__ = ["cache_directory", "converted", "gemma3_directory"]
+__all__ = ["cache_directory", "converted", "gemma3_directory", "write_json"]
 
 logger = logging.getLogger(__name__)
 

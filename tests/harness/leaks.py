@@ -1,0 +1,96 @@
+"""What a test must not leave behind: threads, child processes, sockets, and shared memory.
+
+`Held.now()` is a snapshot of what this process holds; `left_since` waits a moment for what is just ending, and then
+names whatever is still there. Native threads of libraries (torch, UCX) are not Python's and are not counted.
+"""
+
+import gc
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness.client import eventually
+
+__all__ = ["Held", "left_since"]
+
+_STANDARD = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Helpers of the standard library: one per interpreter, ended with it."""
+GRACE_S = 5.0
+"""How long a thread or a process may take to end after its test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A snapshot: each set names things of this process in words that a reader understands."""
+
+    threads: frozenset[str]
+    processes: frozenset[str]
+    sockets: frozenset[str]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> "Held":
+        """What this process holds at this moment."""
+        return cls(
+            frozenset(f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()),
+            frozenset(_children()),
+            frozenset(f"socket {target} (descriptor {number})" for number, target in _descriptors("socket:")),
+            frozenset(_shared_memory()),
+        )
+
+    def beyond(self, before: "Held") -> list[str]:
+        """What is here now and was not there before."""
+        return sorted(
+            (self.threads - before.threads)
+            | (self.processes - before.processes)
+            | (self.sockets - before.sockets)
+            | (self.shared_memory - before.shared_memory)
+        )
+
+
+def left_since(before: Held, grace_s: float = GRACE_S) -> list[str]:
+    """What a test has left behind, once what was ending has ended."""
+    if not Held.now().beyond(before):
+        return []
+    gc.collect()  # what only a reference circle keeps is no leak
+    try:
+        eventually("nothing is left", lambda: not Held.now().beyond(before), within_s=grace_s)
+    except AssertionError:
+        return Held.now().beyond(before)
+    return []
+
+
+def _children() -> list[str]:
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:
+            continue  # that thread has just ended
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+            except OSError:
+                continue
+            if not any(name in command for name in _STANDARD):
+                found.append(f"process {pid} ({command.strip() or 'ended, not waited for'})")
+    return found
+
+
+def _descriptors(kind: str) -> list[tuple[str, str]]:
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if target.startswith(kind):
+            found.append((number, target))
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Files in /dev/shm that this process has mapped or open."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if " /dev/shm/" in line}
+    return {f"shared memory {name}" for name in mapped | {target for _, target in _descriptors("/dev/shm/")}}
