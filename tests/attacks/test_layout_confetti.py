@@ -32,7 +32,7 @@ def confetti() -> list[CacheLayout]:
 
 
 def test_pairing_with_confetti_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing, "MAX_LOOKS", 1 << 16)
+    monkeypatch.setattr(pairing, "MAX_COMPARISONS", 1 << 16)
     ours = block_major(
         [f"layers.{layer}.attn" for layer in range(LAYERS)],
         num_blocks=8,

@@ -8,8 +8,9 @@ from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import LayoutBuilder, StatePart, attention_bytes, head_range
 from kvferry.layout.description import CacheLayout
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import Side, pack_plan, plan_staged, spans
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 
 HEADS = head_range(2, 0, 1)
@@ -41,10 +42,12 @@ def an_edge(*, share: bool = True, state_at: int = 0) -> Edge:
     return pair([cache(share=False)], cache(share=share, state_at=state_at)).edges[0]
 
 
-def destination_alone(edge: Edge, near: list[BlockTable], far: list[BlockTable], wanted: TokenRange) -> object:
-    """As a peer makes its half of a staged plan: from spans that it was told, and its own tables."""
-    told = spans(edge, near, tables([0, 1], [2, 3], 4), wanted)
-    return pack_plan(edge, Side.DESTINATION, far, told)
+def destination_alone(
+    edge: Edge, source: list[BlockTable], destination: list[BlockTable], wanted: TokenRange
+) -> object:
+    """Makes the destination's half of a staged plan as a peer does: from spans that it received, and its own tables."""
+    received = spans(edge, source, tables([0, 1], [2, 3], 4), wanted)
+    return pack_plan(edge, Side.DESTINATION, destination, received)
 
 
 PLANNERS = [plan, plan_staged, destination_alone]

@@ -4,8 +4,9 @@ import pytest
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import plan_staged
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from tests.layout.samples import attention
 
@@ -24,7 +25,7 @@ def an_edge() -> Edge:
         ([0, -1], r"block id -1 is not in \[0, 8\)"),
         ([0, 1 << 62], r"block id 4611686018427387904 is not in"),
         ([0, 1 << 70], "below 2\\*\\*63"),
-        ([5, 5], "block id 5 is there twice"),
+        ([5, 5], "block id 5 is listed twice"),
     ],
 )
 @pytest.mark.parametrize("side", ["source", "destination"])

@@ -4,7 +4,8 @@ import pytest
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from tests.layout.samples import attention
 
@@ -19,7 +20,7 @@ def an_edge() -> Edge:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ([], "group 0 has none"),
+        ([], "group 0 has no table"),
         ([BlockTable(0, 0, [1]), BlockTable(0, 0, [2])], "group 0 has two tables"),
         ([BlockTable(1, 0, [1]), *GOOD], "group is 1; the layout has 1 groups"),
         ([BlockTable(-1, 0, [1]), *GOOD], "group is -1"),

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import AxisOrder, KvPlace, LayoutBuilder, attention_bytes, head_range
 from kvferry.layout.description import CacheLayout, Rank
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 
 NUM_TOKENS = 288

@@ -21,8 +21,9 @@ from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import AxisOrder
 from kvferry.layout.description import CacheKind, CacheLayout, Tensor
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import plan_staged
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from kvferry.transport.staging.packer import copy_with_numpy
 from tests.layout.worlds import Config, Engine, Layer, Model, build

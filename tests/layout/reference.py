@@ -11,8 +11,8 @@ from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs
 from kvferry.layout.cells import all_cells, cell_runs, sample_cells
 from kvferry.layout.description import CacheKind, CacheLayout, Tensor
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import PackPlan, Side
-from kvferry.layout.pairing import Edge
 from tests.layout.worlds import Case
 
 Memory = list[bytearray]

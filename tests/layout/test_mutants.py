@@ -18,8 +18,16 @@ HOME = Path(kvferry.layout.__file__).parent
 MAX_CASES = 600
 
 MUTANTS = {
-    "dropped head offset of the source": ("edge", "far += (start - other.start)", "far += start"),
-    "dropped head offset of the destination": ("edge", "near += (start - axis.start)", "near += 0"),
+    "dropped head offset of the source": (
+        "edge",
+        "source_offset += (start - source_axis.start)",
+        "source_offset += start",
+    ),
+    "dropped head offset of the destination": (
+        "edge",
+        "destination_offset += (start - destination_axis.start)",
+        "destination_offset += 0",
+    ),
     "dropped merge condition of the destination": (
         "edge",
         " & (destination[:-1] + length[:-1] == destination[1:])",
@@ -75,7 +83,7 @@ MUTANTS = {
     ),
     "staging forgets where a stretch begins": (
         "packing",
-        "staging_offset=int(begins[some][0]) * token_staging",
+        "staging_offset=int(begins[stretch_rows][0]) * token_staging",
         "staging_offset=0",
     ),
     "a state of any token will do": ("tokens", "if side.first_token != end:", "if False:"),
@@ -146,6 +154,6 @@ def test_the_suite_kills(name: str) -> None:
 
 
 def test_the_planner_itself_survives() -> None:
-    with mutated("planning", "24 MiB of runs a piece", "24 MiB a piece") as one:
+    with mutated("planning", "24 MiB of runs per piece", "24 MiB per piece") as one:
         for number in range(60):
             one(f"mutants.{number}")

@@ -5,7 +5,8 @@ import pytest
 
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import Axis, CacheGroup, CacheKind, CacheLayout, Paging, Rank, Region, Tensor
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 
 TOKENS, DIM, BLOCKS = 32, 16, 8

@@ -9,8 +9,9 @@ from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import AxisOrder, KvPlace, LayoutBuilder, block_major, head_range, mamba2_parts
 from kvferry.layout.cells import Cell, cell_runs, sample_cells
 from kvferry.layout.description import CacheLayout, Rank
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import plan_staged
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from tests.layout.samples import attention
 

@@ -18,7 +18,8 @@ from kvferry.cli.support.saved_layouts import load_side
 from kvferry.errors import ConfigError
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind, CacheLayout
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from kvferry.transport.base import Operation
 from kvferry.transport.staging.chunks import chunk_plans

@@ -18,7 +18,7 @@ from kvferry.ids import TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.cells import Cell, all_cells, cell_runs, sample_cells
 from kvferry.layout.description import CacheLayout, MemoryKind
-from kvferry.layout.pairing import Edge
+from kvferry.layout.edge import Edge
 from kvferry.layout.tokens import Holder
 from kvferry.settings import Verify
 

@@ -1,1 +1,1 @@
-"""Where every byte of a cache is, and which bytes go where. numpy only."""
+"""Describes where every byte of a cache is, and plans which bytes go where. Needs numpy only."""

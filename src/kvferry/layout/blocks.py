@@ -1,4 +1,4 @@
-"""Block tables with positions, token ranges, and the byte runs that plans are made of."""
+"""Block tables with positions, token ranges, and the byte runs that plans consist of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks that hold one request's tokens in one cache group, in order, from an absolute position.
+    """The blocks that hold one request's tokens in one cache group, in order, from an absolute position on.
 
-    Block i holds tokens [first_token + i * block_tokens, ...). For a STATE group: one id, and `first_token` is the n
-    of "the state after token n". Window groups leave absent leading blocks out and say so by `first_token`.
+    Block i holds the `block_tokens` tokens from first_token + i * block_tokens on. The table of a STATE group has one
+    id, and `first_token` is the n of "the state after token n". Window groups leave out absent leading blocks; then
+    `first_token` is the position of the first block that is present.
     """
 
     group: int
@@ -37,7 +38,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Byte runs between two regions: three int64 arrays of one length. Offsets count from the region's start."""
+    """Byte runs between two regions: three int64 arrays of the same length. Offsets count from the region's start."""
 
     source_region: int
     destination_region: int
@@ -50,5 +51,5 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """The sum of all lengths."""
+        """The sum of the lengths of all runs."""
         return int(self.length.sum())

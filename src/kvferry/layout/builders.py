@@ -1,10 +1,11 @@
-"""The usual caches, described. Used by engines, benches and tests; nothing here allocates memory.
+"""Builds the descriptions of common caches, for engines, benchmarks and tests. Nothing here allocates memory.
 
-`block_major` is the embedded engine's cache in one call. LayoutBuilder puts any cache together: pools of blocks, cache
-groups, and layers of every kind that lie in a pool at a byte offset. Pools may be shared: by the layers of a
-cross-layer block (each at an offset of its own), or by groups whose blocks take turns on the same pages.
+`block_major` describes the embedded engine's cache in one call. LayoutBuilder describes any cache: pools of blocks,
+cache groups, and layers of every kind at a byte offset in a pool. Pools may be shared by the layers of a cross-layer
+block (each at its own offset), or by groups whose blocks use the same pages at different times.
 
-Addresses are given, or made up (spaced so that regions do not meet) for layouts that are only planned with.
+Addresses are passed in. For layouts that only serve planning they are made up, and spaced so that regions do not
+overlap.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,7 @@ class Heads:
 
 
 def head_range(num_kv_heads: int, tp_rank: int, tp_size: int) -> Heads:
-    """The usual split: dealt evenly (the first ranks hold one more), or replicated where ranks outnumber heads."""
+    """Returns the usual split: even (the first ranks hold one head more), or replicated if ranks outnumber heads."""
     if tp_size >= num_kv_heads:
         start = tp_rank * num_kv_heads // tp_size
         return Heads(num_kv_heads, start, start + 1)
@@ -79,8 +80,10 @@ def block_major(
     rank: Rank | None = None,
     group: CacheGroup | None = None,
 ) -> CacheLayout:
-    """One allocation, C-contiguous [num_blocks, layers, 2 (k, v), heads, block_tokens, head_dim]: a block of all layers
-    is one run. The embedded engine's cache."""
+    """Describes the embedded engine's cache, in which a block of all layers is one run.
+
+    It is one C-contiguous allocation [num_blocks, layers, 2 (k, v), heads, block_tokens, head_dim].
+    """
     token = head_dim * element_bytes
     head = block_tokens * token
     half = len(heads) * head
@@ -103,23 +106,23 @@ def block_major(
 
 
 class AxisOrder(Enum):
-    """How a block of one of K and V lies in memory, outermost axis first; the head's elements are innermost."""
+    """The axes of a block of K (or of V) in memory, outermost first. The elements of a head are innermost."""
 
     NHD = ("token", "head")
     HND = ("head", "token")
 
 
 class KvPlace(StrEnum):
-    """How K and V of one layer lie to each other."""
+    """How K and V of one layer are arranged in memory."""
 
     PACKED = "packed"
     """Each block holds its K, then its V."""
     INTERLEAVED = "interleaved"
     """Each head of a token holds its K, then its V."""
     HALVES = "halves"
-    """The first half of the layer's memory holds K of all blocks, the second V."""
+    """The first half of the layer's memory holds K of all blocks, and the second half V."""
     APART = "apart"
-    """Two allocations."""
+    """K and V are in two allocations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,32 +135,33 @@ class Pool:
     block_stride: int
 
     def at(self, offset: int) -> "Pool":
-        """The same blocks, seen from this many bytes into each."""
+        """Returns the same blocks, seen from this many bytes into each of them."""
         return Pool(self.region, self.offset + offset, self.num_blocks, self.block_stride)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One array of a recurrent state, C-contiguous: (axis name, extent, start, stop), outermost first."""
+    """One C-contiguous array of a recurrent state."""
 
     part: str
     encoding: str
     element_bytes: int
     axes: tuple[tuple[str, int, int, int], ...]
+    """(axis name, extent, start, stop), outermost first."""
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's shard."""
+        """The size of this rank's shard."""
         return self.element_bytes * prod(stop - start for _, _, start, stop in self.axes)
 
 
 def attention_bytes(block_tokens: int, heads: Heads, head_dim: int, element_bytes: int) -> int:
-    """Bytes of one block of K and V of one layer."""
+    """Returns the size of one block of K and V of one layer."""
     return 2 * block_tokens * len(heads) * head_dim * element_bytes
 
 
 class LayoutBuilder:
-    """Collects regions, groups and tensors; build() checks them and gives the layout."""
+    """Collects regions, groups and tensors; build() checks them and returns the layout."""
 
     def __init__(
         self, rank: Rank | None = None, *, kind: MemoryKind = MemoryKind.DRAM, device: int = 0, gap_bytes: int = 4096
@@ -172,26 +176,26 @@ class LayoutBuilder:
         self._tensors: list[Tensor] = []
 
     def build(self) -> CacheLayout:
-        """Raises MalformedMessage where the pieces do not fit together."""
+        """Returns the layout. Raises MalformedMessage if the pieces do not fit together."""
         return CacheLayout(self._rank, tuple(self._regions), tuple(self._groups), tuple(self._tensors))
 
     def full(self, block_tokens: int, *, window_tokens: int | None = None) -> int:
-        """A group that keeps every token. The group's index."""
+        """Adds a group that keeps every token, and returns its index."""
         self._groups.append(CacheGroup(CacheKind.FULL, block_tokens, window_tokens))
         return len(self._groups) - 1
 
     def window(self, block_tokens: int, window_tokens: int) -> int:
-        """A sliding-window group. The group's index."""
+        """Adds a sliding-window group, and returns its index."""
         self._groups.append(CacheGroup(CacheKind.WINDOW, block_tokens, window_tokens))
         return len(self._groups) - 1
 
     def states(self) -> int:
-        """A group of recurrent states. The group's index."""
+        """Adds a group of recurrent states, and returns its index."""
         self._groups.append(CacheGroup(CacheKind.STATE, 0))
         return len(self._groups) - 1
 
     def pool(self, num_blocks: int, block_bytes: int, *, address: int | None = None) -> Pool:
-        """A region of its own, filled with blocks without gaps."""
+        """Adds a region that is filled with blocks without gaps, and returns the blocks."""
         where = self._next_address if address is None else address
         size = num_blocks * block_bytes
         self._regions.append(Region(where, size, self._kind, self._device))
@@ -210,7 +214,7 @@ class LayoutBuilder:
         axes: Iterable[Axis] = (),
         token_stride_bytes: int | None = None,
     ) -> None:
-        """Any tensor, in a pool."""
+        """Adds any tensor, in a pool."""
         paging = Paging(pool.num_blocks, pool.block_stride, token_stride_bytes)
         self._tensors.append(
             Tensor(layer, part, encoding, element_bytes, pool.region, group, pool.offset, paging, tuple(axes))
@@ -230,9 +234,9 @@ class LayoutBuilder:
         num_blocks: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """K and V of one layer: in `pool`, or in memory of its own of `num_blocks` blocks.
+        """Adds K and V of one layer, in `pool` or in a new region of `num_blocks` blocks.
 
-        HALVES and APART need memory of their own; HALVES puts V right behind K of the last block.
+        HALVES and APART need a new region; HALVES puts V directly after K of the last block.
         """
         block_tokens = self._groups[group].block_tokens
         interleaved = kv is KvPlace.INTERLEAVED
@@ -243,7 +247,7 @@ class LayoutBuilder:
         else:
             head_stride, token_stride = block_tokens * element, element
         if pool is not None:
-            assert kv in (KvPlace.PACKED, KvPlace.INTERLEAVED), "halves and apart are not inside one block"
+            assert kv in (KvPlace.PACKED, KvPlace.INTERLEAVED), "HALVES and APART do not fit in the blocks of a pool"
             first, second = pool, pool.at(head_dim * element_bytes if interleaved else plane)
         elif kv is KvPlace.APART:
             first, second = self.pool(num_blocks, plane), self.pool(num_blocks, plane)
@@ -273,8 +277,10 @@ class LayoutBuilder:
     def scales(
         self, layer: str, group: int, *, heads: Heads | None, pool: Pool, element_bytes: int = 4, encoding: str = "f32"
     ) -> None:
-        """Scales of quantised K and V in a pool, [2, tokens, heads] in each block: for each token (heads None), or for
-        each head of each token. (A scale for a whole tensor is part of its encoding; see the format page.)"""
+        """Adds the scales of quantised K and V in a pool: one per token (heads None), or one per head of each token.
+
+        They are [2, tokens, heads] in each block. (A scale for a whole tensor is part of the tensor's encoding.)
+        """
         block_tokens = self._groups[group].block_tokens
         width = 1 if heads is None else len(heads)
         axes = () if heads is None else (Axis("head", heads.extent, heads.start, heads.stop, element_bytes),)
@@ -302,7 +308,7 @@ class LayoutBuilder:
         num_blocks: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """MLA: one latent (with its rotary part) a token, the same on every tensor-parallel rank."""
+        """Adds an MLA layer: one latent (with its rotary part) per token, the same on every tensor-parallel rank."""
         token = latent_dim * element_bytes
         where = pool or self.pool(num_blocks, self._groups[group].block_tokens * token)
         self.tensor(
@@ -327,14 +333,14 @@ class LayoutBuilder:
         num_blocks: int = 0,
         pool: Pool | None = None,
     ) -> None:
-        """A packing that only its kernel understands: blocks move whole, between equal encodings."""
+        """Adds a packing that only its kernel understands: its blocks move whole, between equal encodings."""
         where = pool or self.pool(num_blocks, block_bytes)
         self.tensor(layer, part, group, where, encoding=encoding, element_bytes=block_bytes)
 
     def state(
         self, layer: str, group: int, parts: Sequence[StatePart], *, num_blocks: int = 0, pool: Pool | None = None
     ) -> None:
-        """A recurrent state: its parts one behind the other in each slot."""
+        """Adds a recurrent state, whose parts follow each other in each slot."""
         where = pool or self.pool(num_blocks, sum(part.num_bytes for part in parts))
         for part in parts:
             axes: list[Axis] = []
@@ -363,7 +369,10 @@ def mamba1_parts(
     encoding: str = "f32",
     element_bytes: int = 4,
 ) -> tuple[StatePart, ...]:
-    """Mamba-1: the convolution's last width - 1 inputs and the SSM state, both split by inner channel."""
+    """Returns the parts of Mamba-1: the last conv_width - 1 inputs of the convolution, and the SSM state.
+
+    Both are split by inner channel.
+    """
     start, stop = _shard(inner, tp_rank, tp_size)
     channel = ("channel", inner, start, stop)
     return (
@@ -384,8 +393,11 @@ def mamba2_parts(
     encoding: str = "f32",
     element_bytes: int = 4,
 ) -> tuple[StatePart, ...]:
-    """Mamba-2: convolution sections x (by head), B and C (by group; replicated where ranks outnumber groups), and SSM
-    heads. The sections are parts of their own: under unequal TP each is cut in its own place."""
+    """Returns the parts of Mamba-2: three sections of the convolution, and the SSM heads.
+
+    The sections are x (split by head), and B and C (split by group, or replicated if ranks outnumber groups). They are
+    separate parts, because unequal TP cuts each of them in a different place.
+    """
     start, stop = _shard(heads, tp_rank, tp_size)
     first, last = _shard(groups, tp_rank, tp_size)
     tap = ("tap", conv_width - 1, 0, conv_width - 1)
@@ -420,7 +432,8 @@ def gated_delta_parts(
     encoding: str = "f32",
     element_bytes: int = 4,
 ) -> tuple[StatePart, ...]:
-    """Gated delta net: convolution sections q, k, v, each by its own heads, and a matrix state a value head."""
+    """Returns the parts of a gated delta net: the sections q, k and v of the convolution, each split by its own heads,
+    and one matrix state per value head."""
     taps = ("tap", conv_width - 1, 0, conv_width - 1)
 
     def section(part: str, heads: int, dim: int) -> StatePart:

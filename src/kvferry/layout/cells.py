@@ -1,15 +1,14 @@
-"""Names for pieces of KV that mean the same bytes in every layout: for comparing what landed with what was sent.
+"""Cells: pieces of KV whose names mean the same bytes in every layout, to compare what landed with what was sent.
 
 A cell is a layer, a part, a stretch of tokens and a range on every inner axis. Its bytes have one order, whatever the
 strides: by token, then by the axes as the cell lists them. Both sides derive the same cells from a transfer id, find
-them in their own memory with `cell_runs`, and hash them. A packing that moves in whole blocks is compared in whole
-blocks that lie inside the tokens; a state is compared whole.
+them in their own memory with `cell_runs`, and hash them. A packing that moves in whole blocks is compared by the whole
+blocks inside the tokens; a state is compared as a whole.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -17,33 +16,30 @@ import numpy.typing as npt
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import Axis, CacheKind, CacheLayout, Rank, Tensor
-from kvferry.layout.edge import GroupPair
+from kvferry.layout.edge import Edge, GroupPair
 from kvferry.layout.tokens import MAX_TOKENS, Holder, holder, lookup
-
-if TYPE_CHECKING:
-    from kvferry.layout.pairing import Edge
 
 __all__ = ["Cell", "CellRuns", "all_cells", "cell_runs", "sample_cells"]
 
 Int64s = npt.NDArray[np.int64]
 
 MAX_CELL_RUNS = 1 << 22
-"""A cell that falls into more pieces is refused."""
+"""A cell that consists of more pieces is refused."""
 MAX_TRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One piece of KV by name. Plain values only, so that it can travel; hostile until cell_runs has taken it."""
+    """One piece of KV, by name: plain values only, so that it can be sent. Hostile until cell_runs has checked it."""
 
     layer: str
     part: str
     start: int
-    """First token; of a state, the n of "the state after token n"."""
+    """The first token; for a state, the n of "the state after token n"."""
     stop: int
-    """One behind the last token; of a state, n again."""
+    """One past the last token; for a state, n again."""
     ranges: tuple[tuple[str, int, int], ...]
-    """(axis, first, one behind the last), outermost first."""
+    """(axis, first, one past the last), outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ class CellRuns:
 
     @property
     def num_bytes(self) -> int:
-        """The cell's size."""
+        """The size of the cell."""
         return int(self.length.sum())
 
 
@@ -68,9 +64,10 @@ def cell_runs(
     side: str = "local",
     checked: dict[int, Holder] | None = None,
 ) -> CellRuns:
-    """Where a cell is in this rank's memory. `checked`: for many cells of the same tables, each checked once a group.
+    """Returns where a cell is in this rank's memory.
 
-    Raises MalformedMessage where the rank does not hold all of it, or the tables do not.
+    Pass the same `checked` dict for many cells of the same tables, so that each group's table is checked only once.
+    Raises MalformedMessage if the rank or the tables do not hold all of the cell.
     """
     where = f"cell of layer {cell.layer!r} part {cell.part!r}"
     tensor = lookup(layout).tensors.get((cell.layer, cell.part))
@@ -90,13 +87,13 @@ def cell_runs(
 
 
 def _starts(where: str, layout: CacheLayout, tensor: Tensor, held: Holder, cell: Cell) -> Int64s:
-    """The byte at which each token, block or state of the cell begins."""
+    """Returns the byte at which each token, block or state of the cell begins."""
     stride = tensor.paging.block_stride_bytes
     if layout.groups[tensor.group].kind is CacheKind.STATE:
         if len(held.ids) != 1 or not held.first_token == cell.start == cell.stop:
             raise MalformedMessage(
-                f"{where}: it is the state after token {cell.start}, and rank {layout.rank.index} has {len(held.ids)} "
-                f"states, of token {held.first_token}"
+                f"{where}: it is the state after token {cell.start}, but rank {layout.rank.index} has {len(held.ids)} "
+                f"states, after token {held.first_token}"
             )
         return np.asarray(tensor.offset_bytes + held.ids * stride, np.int64)
     if not held.first_token <= cell.start < cell.stop <= held.end:
@@ -114,14 +111,14 @@ def _starts(where: str, layout: CacheLayout, tensor: Tensor, held: Holder, cell:
 
 
 def _inner(where: str, tensor: Tensor, cell: Cell, limit: int) -> tuple[int, Int64s]:
-    """(run, offsets) of the inner elements, in the cell's order."""
+    """Returns (run, offsets) of the inner elements, in the cell's order."""
     axes = {axis.name: axis for axis in tensor.axes}
     if sorted(name for name, _, _ in cell.ranges) != sorted(axes):
         raise MalformedMessage(
-            f"{where}: axes {[name for name, _, _ in cell.ranges]!r}; the tensor has {sorted(axes)!r}"
+            f"{where}: its axes are {[name for name, _, _ in cell.ranges]!r}; the tensor has {sorted(axes)!r}"
         )
     run = tensor.element_bytes
-    left: list[tuple[Axis, int, int]] = []
+    outer: list[tuple[Axis, int, int]] = []
     offset = 0
     count = 1
     for name, start, stop in cell.ranges:
@@ -129,25 +126,25 @@ def _inner(where: str, tensor: Tensor, cell: Cell, limit: int) -> tuple[int, Int
         if not axis.start <= start < stop <= axis.stop:
             raise MalformedMessage(f"{where}: {name} [{start}, {stop}) is not inside [{axis.start}, {axis.stop})")
         offset += (start - axis.start) * axis.stride_bytes
-        left.append((axis, start, stop))
-    while left and (left[-1][0].stride_bytes == run or left[-1][2] - left[-1][1] == 1):
-        _, start, stop = left.pop()
+        outer.append((axis, start, stop))
+    while outer and (outer[-1][0].stride_bytes == run or outer[-1][2] - outer[-1][1] == 1):
+        _, start, stop = outer.pop()
         run *= stop - start
     offsets = np.array([offset], np.int64)
-    for axis, start, stop in left:
+    for axis, start, stop in outer:
         count *= stop - start
         if count > limit:
-            raise MalformedMessage(f"{where}: more than {limit} pieces a token")
+            raise MalformedMessage(f"{where}: more than {limit} pieces per token")
         offsets = (offsets[:, None] + np.arange(stop - start, dtype=np.int64) * axis.stride_bytes).reshape(-1)
     return run, offsets
 
 
-def sample_cells(seed: str, edge: "Edge", tokens: TokenRange, count: int, *, end: int | None = None) -> list[Cell]:
-    """Up to `count` cells of one token and one index of the first axis (a head) each; alike on both sides.
+def sample_cells(seed: str, edge: Edge, tokens: TokenRange, count: int, *, end: int | None = None) -> list[Cell]:
+    """Returns up to `count` cells of one token and one index of the first axis (a head) each, the same on both sides.
 
-    They depend on the seed (the transfer id), the names and ranges of the edge's slices, the tokens, and where the
-    destination goes on (`end`, tokens.stop if None; see planning.plan), not on strides or tables. Cells that a window
-    has left behind, and states of another chunk, are not drawn; so there may be fewer than `count`.
+    They depend on the seed (the transfer id), the names and ranges of the edge's slices, the tokens, and the token from
+    which the destination computes (`end`, or tokens.stop if None; see planning.plan), but not on strides or tables.
+    Cells that are outside a window, and states of another chunk, are not drawn, so there may be fewer than `count`.
     """
     found: dict[Cell, None] = {}
     names = [(piece.layer, piece.part, piece.ranges) for piece in edge.slices]
@@ -162,8 +159,8 @@ def sample_cells(seed: str, edge: "Edge", tokens: TokenRange, count: int, *, end
     return list(found)
 
 
-def all_cells(edge: "Edge", tokens: TokenRange, *, end: int | None = None, max_tokens: int = 1024) -> Iterator[Cell]:
-    """Cells that together are everything that the edge must bring for these tokens; see sample_cells."""
+def all_cells(edge: Edge, tokens: TokenRange, *, end: int | None = None, max_tokens: int = 1024) -> Iterator[Cell]:
+    """Yields cells that together are everything that the edge must bring for these tokens; `end` as in sample_cells."""
     final = tokens.stop if end is None else end
     for index, piece in enumerate(edge.slices):
         pair = edge.compiled.boxes[index][0]
@@ -180,17 +177,17 @@ def all_cells(edge: "Edge", tokens: TokenRange, *, end: int | None = None, max_t
 
 
 class _Draw:
-    """Numbers from a text, the same everywhere."""
+    """Pseudo-random numbers derived from a text, the same on every machine."""
 
     def __init__(self, text: str) -> None:
-        self._left = int.from_bytes(blake2b(text.encode(), digest_size=32).digest(), "big")
+        self._remaining = int.from_bytes(blake2b(text.encode(), digest_size=32).digest(), "big")
 
     def below(self, limit: int) -> int:
-        self._left, number = divmod(self._left, limit)
+        self._remaining, number = divmod(self._remaining, limit)
         return number
 
 
-def _draw_cell(edge: "Edge", index: int, tokens: TokenRange, end: int, draw: _Draw) -> Cell | None:
+def _draw_cell(edge: Edge, index: int, tokens: TokenRange, end: int, draw: _Draw) -> Cell | None:
     piece = edge.slices[index]
     pair = edge.compiled.boxes[index][0]
     axes = edge.destination.tensors[piece.destination_tensor].axes
@@ -208,27 +205,30 @@ def _draw_cell(edge: "Edge", index: int, tokens: TokenRange, end: int, draw: _Dr
     token = needed.start + draw.below(len(needed))
     span = TokenRange(token, token + 1)
     if pair.whole:
-        # Long enough to hold a whole block, wherever blocks begin.
+        # The span must be long enough to hold a whole block, wherever blocks begin.
         reach = _period(edge, pair)
         span = TokenRange(max(needed.start, token - reach), min(needed.stop, token + reach))
     common = next(_common(edge, pair, span), None)
     return None if common is None else Cell(piece.layer, piece.part, *common, tuple(ranges))
 
 
-def _period(edge: "Edge", pair: GroupPair) -> int:
+def _period(edge: Edge, pair: GroupPair) -> int:
     return edge.destination.groups[pair.destination].block_tokens * edge.destination.rank.cp_size
 
 
-def _needed(edge: "Edge", pair: GroupPair, tokens: TokenRange, end: int) -> TokenRange:
-    """The tokens that must be moved whatever the tables hold: those that the destination's window still sees."""
+def _needed(edge: Edge, pair: GroupPair, tokens: TokenRange, end: int) -> TokenRange:
+    """Returns the tokens that must move whatever the tables hold: those still in the destination's window."""
     window = edge.destination.groups[pair.destination].window_tokens
     low = tokens.start if window is None else max(tokens.start, end - window + 1)
     return TokenRange(min(low, tokens.stop), tokens.stop)
 
 
-def _common(edge: "Edge", pair: GroupPair, tokens: TokenRange) -> Iterator[tuple[int, int]]:
-    """Stretches whose tokens both ranks hold; where both deal tokens alike, one stretch that skips the others'."""
-    source, destination = _dealt(edge.source.rank), _dealt(edge.destination.rank)
+def _common(edge: Edge, pair: GroupPair, tokens: TokenRange) -> Iterator[tuple[int, int]]:
+    """Yields stretches of tokens that both ranks hold.
+
+    If both sides deal tokens out in the same way, it is one stretch in which other ranks' tokens are skipped.
+    """
+    source, destination = _any_table(edge.source.rank), _any_table(edge.destination.rank)
     if not len(tokens):
         return
     start, stop = tokens.start, tokens.stop
@@ -243,5 +243,6 @@ def _common(edge: "Edge", pair: GroupPair, tokens: TokenRange) -> Iterator[tuple
             yield int(begin), int(finish)
 
 
-def _dealt(rank: Rank) -> Holder:
+def _any_table(rank: Rank) -> Holder:
+    """Returns a table that holds all tokens of a rank."""
     return Holder("", np.zeros(1, np.int64), 0, MAX_TOKENS, rank.cp_rank, rank.cp_size, rank.cp_run_tokens)

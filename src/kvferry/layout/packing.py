@@ -1,24 +1,24 @@
-"""Staging: where the bytes of a hand-off lie in one long buffer, and how each side copies them from or to its cache.
+"""Plans staging: the place of a hand-off's bytes in one long buffer, and each side's copies between it and a cache.
 
 Short runs are slow on every wire. A staged transfer packs them into a buffer on one side, moves the buffer as one long
-run, and unpacks it on the other. The order in the buffer is the same on both sides and depends on the edge alone:
-slices in the order of the edge; in a slice the axes that lie outside the token axis in the *source*, then tokens by
-position, then the other axes (each group by falling source stride). Packing a block is then a plain copy.
+run, and unpacks it on the other side. Both sides derive the same order in the buffer, from the edge alone: slices in
+the order of the edge; within a slice, first the axes that are outside the token axis in the *source*, then tokens by
+position, then the other axes (both sets of axes by falling source stride). Packing a block is then a plain copy.
 
-Nothing here touches memory. A PackPlan is a handful of strided boxes, whatever the number of short runs: it costs time
-by the number of blocks and slices only. transport's packer executes boxes with torch; tests do with numpy.
+Nothing here touches memory. A PackPlan is a few strided boxes, however many short runs it stands for: its cost depends
+only on the number of blocks and slices. The transport's packer copies boxes with torch; tests do it with numpy.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.edge import Box, GroupPair
+from kvferry.layout.edge import Box, Edge, GroupPair
 from kvferry.layout.limits import MAX_BLOCK_TOKENS
 from kvferry.layout.planning import moves
 from kvferry.layout.sharing import check_groups_apart
@@ -28,15 +28,12 @@ from kvferry.layout.tokens import (
     Segments,
     Span,
     check_held,
-    check_span,
+    check_spans,
     distinct,
     holder,
     lookup,
     segments,
 )
-
-if TYPE_CHECKING:
-    from kvferry.layout.pairing import Edge
 
 __all__ = ["PackBox", "PackPlan", "Side", "StagedPlan", "pack_plan", "plan_staged", "spans"]
 
@@ -45,12 +42,12 @@ Fold = tuple[int, int, int]
 """(count, memory stride, staging stride), in bytes."""
 
 ALIGN_BYTES = 64
-"""Each slice begins at a multiple of this in staging, so that packers may copy wide words."""
+"""Each slice begins at a multiple of this in staging, so that packers can copy wide words."""
 MAX_PERIOD = 8
 
 
 class Side(StrEnum):
-    """Whose cache a pack plan reads (source) or writes (destination)."""
+    """The side whose cache a pack plan reads (source) or writes (destination)."""
 
     SOURCE = "source"
     DESTINATION = "destination"
@@ -58,11 +55,12 @@ class Side(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackBox:
-    """`run_bytes` long pieces, repeated over `dims` and over a list of blocks.
+    """Pieces of `run_bytes` bytes, repeated over `dims` and over a list of blocks.
 
-    Memory of piece (i, j, ...) of the b-th block = offset + block_ids[b] * block_stride + sum(index * memory stride),
-    from the start of `region`; in staging = staging_offset + b * staging_block_stride + sum(index * staging stride).
-    Pieces of one plan never overlap, in staging nor in memory. `dims` are outermost first in staging.
+    Piece (i, j, ...) of the b-th block is in memory at offset + block_ids[b] * block_stride + sum(index * memory
+    stride), counted from the start of `region`, and in staging at staging_offset + b * staging_block_stride +
+    sum(index * staging stride). Pieces of one plan overlap neither in staging nor in memory. `dims` are outermost first
+    in staging.
     """
 
     region: int
@@ -76,7 +74,7 @@ class PackBox:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the box copies."""
+        """The number of bytes that the box copies."""
         total = self.run_bytes * len(self.block_ids)
         for count, _, _ in self.dims:
             total *= count
@@ -85,41 +83,41 @@ class PackBox:
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """How one side copies between its cache and staging memory."""
+    """The copies that one side makes between its cache and staging memory."""
 
     side: Side
     boxes: tuple[PackBox, ...]
     num_bytes: int
-    """Length of the staging buffer: the one long run. Equal on both sides."""
+    """The length of the staging buffer, which is the one long run. It is equal on both sides."""
 
     @property
     def payload_bytes(self) -> int:
-        """What the boxes copy; less than num_bytes by the padding between slices."""
+        """The number of bytes that the boxes copy: num_bytes less the padding between slices."""
         return sum(box.num_bytes for box in self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPlan:
-    """Both sides' plans, for who knows both block tables."""
+    """Both sides' plans, for a caller that knows both block tables."""
 
     source: PackPlan
     destination: PackPlan
 
     @property
     def num_bytes(self) -> int:
-        """Length of the staging buffer."""
+        """The length of the staging buffer."""
         return self.source.num_bytes
 
 
 def plan_staged(
-    edge: "Edge",
+    edge: Edge,
     source_tables: Sequence[BlockTable],
     destination_tables: Sequence[BlockTable],
     wanted: TokenRange,
     *,
     end: int | None = None,
 ) -> StagedPlan:
-    """Both pack plans; arguments and errors are those of planning.plan."""
+    """Returns both pack plans. Arguments and errors are those of planning.plan."""
     found = spans(edge, source_tables, destination_tables, wanted, end=end)
     return StagedPlan(
         pack_plan(edge, Side.SOURCE, source_tables, found), pack_plan(edge, Side.DESTINATION, destination_tables, found)
@@ -127,42 +125,43 @@ def plan_staged(
 
 
 def spans(
-    edge: "Edge",
+    edge: Edge,
     source_tables: Sequence[BlockTable],
     destination_tables: Sequence[BlockTable],
     wanted: TokenRange,
     *,
     end: int | None = None,
 ) -> tuple[Span, ...]:
-    """What each group pair of the edge moves: all that the other side has to be told to make its own pack plan.
+    """Returns what each group pair of the edge moves: all that the other side needs to make its own pack plan.
 
-    In the order of `edge.compiled.pairs`, which both sides compute alike. Errors as planning.plan.
+    The spans are in the order of `edge.compiled.pairs`, which is the same on both sides. Errors are those of
+    planning.plan.
     """
     found = {move.pair: move.span for move in moves(edge, source_tables, destination_tables, wanted, end=end)}
     return tuple(found.get(pair, Span(0, 0, False)) for pair in edge.compiled.pairs)
 
 
-def pack_plan(edge: "Edge", side: Side, tables: Sequence[BlockTable], told: Sequence[Span]) -> PackPlan:
-    """One side's plan, from its own tables and the spans. `told` and `tables` may come from a peer.
+def pack_plan(edge: Edge, side: Side, tables: Sequence[BlockTable], moved: Sequence[Span]) -> PackPlan:
+    """Returns one side's plan, from its own tables and the spans that move. Both may come from a peer.
 
-    Raises MalformedMessage where they do not fit the edge or each other, or where two groups' tables list one page.
+    Raises MalformedMessage if they do not fit the edge or each other, or if two groups' tables list the same page.
     """
     layout = edge.source if side is Side.SOURCE else edge.destination
-    check_span(edge, told)
-    by_pair: dict[GroupPair, tuple[Span, Holder, Segments]] = {}
-    for pair, span in zip(edge.compiled.pairs, told, strict=True):
+    check_spans(edge, moved)
+    by_pair: dict[GroupPair, tuple[Holder, Segments]] = {}
+    for pair, span in zip(edge.compiled.pairs, moved, strict=True):
         if span.moved:
-            mine = holder(side, layout, tables, _group(side, pair))
-            check_held(pair, mine, span)
-            by_pair[pair] = (span, mine, _stretches(edge, side, pair, mine, span))
+            table = holder(side, layout, tables, _group(side, pair))
+            check_held(pair, table, span)
+            by_pair[pair] = (table, _stretches(edge, side, pair, table, span))
     if shared := lookup(layout).shared:
-        check_groups_apart(side, shared, {_group(side, pair): mine.ids for pair, (_, mine, _) in by_pair.items()})
+        check_groups_apart(side, shared, {_group(side, pair): table.ids for pair, (table, _) in by_pair.items()})
     boxes: list[PackBox] = []
     at = 0
     for alike in _alike(edge, side):
-        if alike.pair not in by_pair or not len(by_pair[alike.pair][2]):
+        if alike.pair not in by_pair or not len(by_pair[alike.pair][1]):
             continue
-        size, made = _boxes(edge, side, alike.pair, alike.first, by_pair[alike.pair][2])
+        size, made = _boxes(edge, side, alike.first, by_pair[alike.pair][1])
         size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
         for index, shift, folds in alike.folds:
             dims = tuple((count, step, slices * size) for count, step, slices in folds)
@@ -181,13 +180,14 @@ def pack_plan(edge: "Edge", side: Side, tables: Sequence[BlockTable], told: Sequ
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """Slices that follow each other in staging and differ in their memory offset only."""
+    """Consecutive slices in staging that differ only in their memory offset."""
 
     pair: GroupPair
     first: Box
     count: int
     folds: tuple[tuple[int, int, tuple[Fold, ...]], ...]
-    """(index of the first slice, its shift in memory, dims with staging strides counted in slices): a box each."""
+    """One entry per box: (index of its first slice, that slice's shift in memory, dims). The dims count their staging
+    strides in slices."""
 
 
 def _group(side: Side, pair: GroupPair) -> int:
@@ -198,31 +198,34 @@ def _memory(side: Side, box: Box) -> int:
     return box.source if side is Side.SOURCE else box.destination
 
 
-def _stretches(edge: "Edge", side: Side, pair: GroupPair, mine: Holder, span: Span) -> Segments:
-    """This side's tokens of the span, cut at its own block boundaries only; in the source's columns for a source."""
+def _stretches(edge: Edge, side: Side, pair: GroupPair, table: Holder, span: Span) -> Segments:
+    """Returns this side's tokens of the span, cut only at its own block boundaries.
+
+    For the source they are in the source columns of the result, for the destination in the destination columns.
+    """
     other = (edge.destination if side is Side.SOURCE else edge.source).rank
-    # The other side's blocks do not matter to us: it looks like one block that holds everything.
-    block_tokens = mine.block_tokens if pair.whole or pair.state else MAX_TOKENS
+    # The other side's blocks do not matter here: pretend that it has one block that holds everything.
+    block_tokens = table.block_tokens if pair.whole or pair.state else MAX_TOKENS
     ids = np.zeros(1, np.int64)
     if pair.whole and not pair.state:
-        ids, first = np.zeros(len(mine.ids), np.int64), mine.first_token
+        ids, first = np.zeros(len(table.ids), np.int64), table.first_token
     else:
-        first = mine.first_token if pair.state else 0
-    theirs = Holder("other", ids, first, block_tokens, other.cp_rank, other.cp_size, other.cp_run_tokens)
+        first = table.first_token if pair.state else 0
+    other_table = Holder("other", ids, first, block_tokens, other.cp_rank, other.cp_size, other.cp_run_tokens)
     if side is Side.SOURCE:
-        return segments(pair, mine, theirs, span)
-    return segments(pair, theirs, mine, span)
+        return segments(pair, table, other_table, span)
+    return segments(pair, other_table, table, span)
 
 
-def _alike(edge: "Edge", side: Side) -> tuple[_Alike, ...]:
-    """All slices of the edge, in its order. Made once an edge and side."""
-    kept = edge.compiled.kept.get(side)
-    if kept is None:
-        kept = edge.compiled.kept[side] = tuple(_find_alike(edge, side))
-    return cast("tuple[_Alike, ...]", kept)
+def _alike(edge: Edge, side: Side) -> tuple[_Alike, ...]:
+    """Returns all slices of the edge, in its order, computed once per edge and side."""
+    cached = edge.compiled.packing_cache.get(side)
+    if cached is None:
+        cached = edge.compiled.packing_cache[side] = tuple(_find_alike(edge, side))
+    return cast("tuple[_Alike, ...]", cached)
 
 
-def _find_alike(edge: "Edge", side: Side) -> Iterator[_Alike]:
+def _find_alike(edge: Edge, side: Side) -> Iterator[_Alike]:
     layout = edge.source if side is Side.SOURCE else edge.destination
     group: list[Box] = []
     last: tuple[GroupPair, object] | None = None
@@ -240,7 +243,7 @@ def _find_alike(edge: "Edge", side: Side) -> Iterator[_Alike]:
 
 
 def _folds(offsets: Sequence[int]) -> Iterator[tuple[int, int, tuple[Fold, ...]]]:
-    """Offsets of slices as few arithmetic progressions; see _Alike.folds."""
+    """Splits the offsets of slices into few arithmetic progressions; the result is that of _Alike.folds."""
     count = len(offsets)
     for period in range(1, min(MAX_PERIOD, count) + 1):
         if count % period:
@@ -261,8 +264,8 @@ def _folds(offsets: Sequence[int]) -> Iterator[tuple[int, int, tuple[Fold, ...]]
         yield index, offsets[index] - offsets[0], ()
 
 
-def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segments) -> tuple[int, list[PackBox]]:
-    """The bytes of one slice in staging, and its boxes there, as if the slice began at 0."""
+def _boxes(edge: Edge, side: Side, box: Box, stretch: Segments) -> tuple[int, list[PackBox]]:
+    """Returns the size in bytes of one slice in staging, and its boxes, as if the slice began at 0."""
     piece = edge.slices[box.index]
     layout = edge.source if side is Side.SOURCE else edge.destination
     tensor = layout.tensors[piece.source_tensor if side is Side.SOURCE else piece.destination_tensor]
@@ -273,7 +276,7 @@ def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segment
         else (stretch.destination_block, stretch.destination_token)
     )
     total = int(stretch.count.sum())
-    # The source's strides order both sides' staging.
+    # The source's strides determine the order in staging, on both sides.
     split = box.token[0] if box.token is not None else MAX_TOKENS
     ordered = sorted((dim for dim in box.dims if dim[0] > 1), key=lambda dim: -dim[1])
     inner: list[Fold] = []
@@ -291,18 +294,18 @@ def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segment
     made: list[PackBox] = []
     for rows, token, count in _alike_stretches(tokens, stretch.count):
         begins = (np.cumsum(stretch.count) - stretch.count)[rows]
-        for some, step in _progressions(begins):
+        for stretch_rows, step in _progressions(begins):
             dims = [*outer, *([(count, token_memory, token_staging)] if count > 1 else []), *inner]
             run, dims = _contiguous(box.run, dims)
             made.append(
                 PackBox(
                     region=tensor.region,
                     offset=_memory(side, box) + token * token_memory,
-                    block_ids=blocks[rows][some],
+                    block_ids=blocks[rows][stretch_rows],
                     block_stride=tensor.paging.block_stride_bytes,
                     dims=tuple(dims),
                     run_bytes=run,
-                    staging_offset=int(begins[some][0]) * token_staging,
+                    staging_offset=int(begins[stretch_rows][0]) * token_staging,
                     staging_block_stride=step * token_staging,
                 )
             )
@@ -310,7 +313,7 @@ def _boxes(edge: "Edge", side: Side, pair: GroupPair, box: Box, stretch: Segment
 
 
 def _contiguous(run: int, dims: list[Fold]) -> tuple[int, list[Fold]]:
-    """Draw the innermost dims into the run, while they follow on without a gap in memory and in staging."""
+    """Merges innermost dims into the run, as long as they are contiguous in memory and in staging."""
     while dims and dims[-1][1] == dims[-1][2] == run:
         run *= dims[-1][0]
         dims = dims[:-1]
@@ -318,7 +321,7 @@ def _contiguous(run: int, dims: list[Fold]) -> tuple[int, list[Fold]]:
 
 
 def _alike_stretches(tokens: Int64s, counts: Int64s) -> Iterator[tuple[Int64s, int, int]]:
-    """Rows of stretches that begin at the same token of a block and are equally long."""
+    """Yields the rows of stretches that begin at the same token of a block and have the same length."""
     keys = tokens * MAX_BLOCK_TOKENS + (counts - 1)
     for key in distinct(keys):
         token, count = divmod(int(key), MAX_BLOCK_TOKENS)
@@ -326,14 +329,14 @@ def _alike_stretches(tokens: Int64s, counts: Int64s) -> Iterator[tuple[Int64s, i
 
 
 def _progressions(begins: Int64s) -> Iterator[tuple[slice, int]]:
-    """Cut into stretches of rows with constant steps."""
+    """Yields slices of `begins` in which the step is constant, with that step."""
     first = 0
     while first < len(begins):
         if first + 1 == len(begins):
             yield slice(first, first + 1), 0
             return
         step = int(begins[first + 1] - begins[first])
-        odd = np.flatnonzero(np.diff(begins[first:]) != step)
-        last = first + int(odd[0]) + 1 if len(odd) else len(begins)
+        breaks = np.flatnonzero(np.diff(begins[first:]) != step)
+        last = first + int(breaks[0]) + 1 if len(breaks) else len(begins)
         yield slice(first, last), step
         first = last

@@ -1,37 +1,33 @@
-"""Which bytes go where for one request: an edge and both sides' block tables in, byte runs out.
+"""Plans which bytes go where for one request: takes an edge and both sides' block tables, and yields byte runs.
 
-The runs come in pieces of bounded size, so that a plan of any length needs bounded memory. Inside a block, all runs of
-an edge are a template that is made once and shifted from block to block; stretches of blocks that follow on in both
-caches become one run.
+The runs come in pieces of bounded size, so a plan of any length needs bounded memory. Inside a block, all runs of an
+edge form a template that is made once and shifted from block to block. Blocks that are contiguous in both caches become
+one run.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
-from kvferry.layout.edge import BoxClass, GroupPair, Template, merge_neighbours, templates
+from kvferry.layout.edge import BoxClass, Edge, GroupPair, Template, merge_neighbours, templates
 from kvferry.layout.sharing import check_groups_apart
 from kvferry.layout.tokens import MAX_TOKENS, Holder, Segments, Span, distinct, holder, lookup, segments, shared_span
-
-if TYPE_CHECKING:
-    from kvferry.layout.pairing import Edge
 
 __all__ = ["MAX_RUNS_PER_PIECE", "Move", "moves", "plan"]
 
 Int64s = npt.NDArray[np.int64]
 
 MAX_RUNS_PER_PIECE = 1 << 20
-"""24 MiB of runs a piece."""
+"""24 MiB of runs per piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one group pair of an edge moves for one request."""
+    """What one group pair of an edge moves for one request, and both sides' checked tables."""
 
     pair: GroupPair
     source: Holder
@@ -40,19 +36,19 @@ class Move:
 
 
 def moves(
-    edge: "Edge",
+    edge: Edge,
     source_tables: Sequence[BlockTable],
     destination_tables: Sequence[BlockTable],
     wanted: TokenRange,
     *,
     end: int | None = None,
 ) -> list[Move]:
-    """Check the tables and find which tokens each group pair moves. See plan() for the arguments and errors."""
+    """Checks the tables and returns which tokens each group pair moves. Arguments and errors are those of plan()."""
     if not 0 <= wanted.start <= wanted.stop <= MAX_TOKENS:
         raise MalformedMessage(f"wanted tokens [{wanted.start}, {wanted.stop}) are not inside [0, {MAX_TOKENS}]")
     final = wanted.stop if end is None else end
     if final < wanted.stop:
-        raise MalformedMessage(f"wanted tokens stop at {wanted.stop}, beyond the end of the hand-off, {final}")
+        raise MalformedMessage(f"wanted tokens stop at {wanted.stop}, after the end of the hand-off, {final}")
     if wanted.start == wanted.stop:
         return []
     result: list[Move] = []
@@ -64,8 +60,9 @@ def moves(
         ):
             if (side, group) not in holders:
                 holders[side, group] = holder(side, layout, tables, group)
-        near, far = holders["source", pair.source], holders["destination", pair.destination]
-        result.append(Move(pair, near, far, shared_span(edge, pair, near, far, wanted, final)))
+        source, destination = holders["source", pair.source], holders["destination", pair.destination]
+        span = shared_span(edge, pair, source, destination, wanted, final)
+        result.append(Move(pair, source, destination, span))
     for side, layout in (("source", edge.source), ("destination", edge.destination)):
         if shared := lookup(layout).shared:
             check_groups_apart(side, shared, {group: each.ids for (at, group), each in holders.items() if at == side})
@@ -73,7 +70,7 @@ def moves(
 
 
 def plan(
-    edge: "Edge",
+    edge: Edge,
     source_tables: Sequence[BlockTable],
     destination_tables: Sequence[BlockTable],
     wanted: TokenRange,
@@ -82,25 +79,25 @@ def plan(
     max_runs_per_piece: int = MAX_RUNS_PER_PIECE,
     pad_tail: bool = False,
 ) -> Iterator[Runs]:
-    """The byte runs that bring `wanted` over this edge, in pieces of one region pair and bounded length each.
+    """Yields the byte runs that bring `wanted` over this edge, in pieces of one region pair and bounded length each.
 
-    `end` is the token where the destination will go on computing, wanted.stop if None: a hand-off that moves in chunks
-    gives the end of the last one. Windows are judged there, and states move with the chunk that ends there. Tokens
-    before a window are moved where both tables have them.
+    `end` is the token from which the destination will compute (wanted.stop if None); a hand-off that moves in chunks
+    gives the end of the last one. It decides what a window still needs, and states move with the chunk that ends there.
+    Tokens before a window are moved only if both tables have them.
 
-    `pad_tail`: a last block that is wanted in part, from its first token on, is moved whole where both sides have
-    blocks of one size. What lies behind `wanted.stop` in it must be the request's own on the destination, and not
-    computed yet. Where a block's tokens are not its outermost axis that is one run in place of hundreds.
+    `pad_tail` moves the last block whole if only its first tokens are wanted and both sides have the same block size.
+    The rest of the destination's block, after `wanted.stop`, must belong to the request and not be computed yet. If
+    tokens are not a block's outermost axis, this is one run instead of hundreds.
 
-    Raises MalformedMessage where a table is wrong (ids out of range or repeated, a page that another group's table
-    lists too, no table) or lacks a needed position; before the first piece, so that nothing is copied for a request
-    that cannot be served.
+    Raises MalformedMessage if a table is missing, is wrong (ids out of range or repeated, or a page that another
+    group's table lists too) or lacks a needed position. It does so before the first piece, so that nothing is copied
+    for a request that cannot be served.
     """
     todo = {move.pair: move for move in moves(edge, source_tables, destination_tables, wanted, end=end)}
     return _pieces(edge, todo, max(1, max_runs_per_piece), pad_tail)
 
 
-def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int, pad_tail: bool) -> Iterator[Runs]:
+def _pieces(edge: Edge, todo: dict[GroupPair, Move], limit: int, pad_tail: bool) -> Iterator[Runs]:
     compiled = edge.compiled
     cut = {pair: segments(pair, move.source, move.destination, move.span) for pair, move in todo.items()}
     if pad_tail:
@@ -128,7 +125,7 @@ def _pieces(edge: "Edge", todo: dict[GroupPair, Move], limit: int, pad_tail: boo
 
 
 def _padded(move: Move, stretch: Segments) -> Segments:
-    """The last stretch up to the end of its block, where it begins with that block on both sides."""
+    """Extends the last stretch to the end of its block, if it begins with that block on both sides."""
     tokens = move.source.block_tokens
     alike = tokens == move.destination.block_tokens and move.source.cp_size == move.destination.cp_size == 1
     if move.pair.whole or move.pair.state or not alike or not len(stretch):
@@ -153,7 +150,7 @@ def _select(stretch: Segments, keep: npt.NDArray[np.bool_]) -> Segments:
 
 
 def _starts(group: BoxClass, stretch: Segments) -> tuple[Int64s, Int64s]:
-    """The shift of each stretch on either side."""
+    """Returns the shift of each stretch on each side."""
     source = stretch.source_block * group.source_block
     destination = stretch.destination_block * group.destination_block
     if group.token is not None:
@@ -163,7 +160,7 @@ def _starts(group: BoxClass, stretch: Segments) -> tuple[Int64s, Int64s]:
 
 
 def _by_source(source: Int64s, destination: Int64s, *more: Int64s) -> tuple[Int64s, ...]:
-    """Sorted by source, so that blocks that were handed out in any order are found to follow on."""
+    """Sorts by source, so that contiguous blocks are recognised in whatever order they were allocated."""
     if len(source) > 1 and (np.diff(source) < 0).any():
         order = np.argsort(source, kind="stable")
         return tuple(array[order] for array in (source, destination, *more))
@@ -171,6 +168,7 @@ def _by_source(source: Int64s, destination: Int64s, *more: Int64s) -> tuple[Int6
 
 
 def _linear(group: BoxClass, stretch: Segments, limit: int) -> Iterator[Runs]:
+    """Yields the runs of boxes for which a stretch of any length is one run."""
     assert group.token is not None, "a linear class has token strides"
     if not len(stretch):
         return
@@ -185,12 +183,13 @@ def _linear(group: BoxClass, stretch: Segments, limit: int) -> Iterator[Runs]:
 
 
 def _common(ordered: Int64s, others: Int64s) -> Int64s:
-    """Those of `ordered` that are among the others."""
+    """Returns the values of `ordered` that are also in `others`."""
     others = np.sort(others)
     return ordered[np.searchsorted(others, ordered, "left") < np.searchsorted(others, ordered, "right")]
 
 
 def _templated(group: BoxClass, stretch: Segments, num_tokens: int, limit: int) -> Iterator[Runs]:
+    """Yields the runs of stretches that are all `num_tokens` long."""
     if not len(stretch):
         return
     source, destination = _by_source(*_starts(group, stretch))
@@ -198,27 +197,30 @@ def _templated(group: BoxClass, stretch: Segments, num_tokens: int, limit: int) 
     steps = np.where(steps == np.diff(destination), steps, -1)
     repeated = distinct(steps[steps > 0])
     for template in templates(group, num_tokens, limit):
-        left = np.ones(len(template.length), np.bool_)
-        # (np.intersect1d would import numpy.ma at its first call: 20 ms and more, in the first hand-off of a process.)
+        unmerged = np.ones(len(template.length), np.bool_)
+        # (np.intersect1d would import numpy.ma at its first call: 20 ms or more, in the first hand-off of a process.)
         for step in _common(repeated, template.length):
-            # Run k of a stretch is followed by run k of the next one, if the stretches are its length apart.
-            mine = template.length == step
-            left &= ~mine
+            # If stretches are as far apart as run k is long, then run k of each is contiguous with run k of the next.
+            mask = template.length == step
+            unmerged &= ~mask
             heads = np.concatenate(([0], np.flatnonzero(steps != step) + 1))
             length = np.diff(np.append(heads, len(source))) * int(step)
-            some = Template(template.source[mine], template.destination[mine], np.zeros(int(mine.sum()), np.int64))
-            yield from _outer(group, source[heads], destination[heads], some, length, limit)
-        if left.all():
+            merged = Template(template.source[mask], template.destination[mask], np.zeros(int(mask.sum()), np.int64))
+            yield from _outer(group, source[heads], destination[heads], merged, length, limit)
+        if unmerged.all():
             yield from _outer(group, source, destination, template, None, limit)
-        elif left.any():
-            rest = Template(template.source[left], template.destination[left], template.length[left])
+        elif unmerged.any():
+            rest = Template(template.source[unmerged], template.destination[unmerged], template.length[unmerged])
             yield from _outer(group, source, destination, rest, None, limit)
 
 
 def _outer(
     group: BoxClass, source: Int64s, destination: Int64s, template: Template, length: Int64s | None, limit: int
 ) -> Iterator[Runs]:
-    """Every stretch with every run of the template; `length` a stretch, or the template's. At most `limit` a piece."""
+    """Yields every stretch with every run of the template, at most `limit` runs per piece.
+
+    `length` is the length of the runs, one per stretch; None means the template's own.
+    """
     width = len(template.length)
     for left in range(0, width, limit):
         columns = slice(left, min(width, left + limit))

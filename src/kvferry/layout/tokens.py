@@ -1,14 +1,13 @@
-"""Positions: which stretch of tokens of one request lies in which block on both sides.
+"""Finds which stretch of a request's tokens is in which block on both sides, by absolute position.
 
-Everything goes by absolute position. Tables may come from a peer: every id and position is checked here before it is
-used, and a fault is a MalformedMessage with the value and the range.
+Tables may come from a peer: every id and position is checked here before it is used, and MalformedMessage gives the
+value and the allowed range.
 """
 
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,8 @@ import numpy.typing as npt
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheLayout, Rank, Tensor
-from kvferry.layout.edge import GroupPair
+from kvferry.layout.edge import Edge, GroupPair
 from kvferry.layout.sharing import Lane, shared_lanes
-
-if TYPE_CHECKING:
-    from kvferry.layout.pairing import Edge
 
 __all__ = [
     "MAX_TOKENS",
@@ -29,7 +25,7 @@ __all__ = [
     "Segments",
     "Span",
     "check_held",
-    "check_span",
+    "check_spans",
     "distinct",
     "holder",
     "lookup",
@@ -39,12 +35,12 @@ __all__ = [
 
 Int64s = npt.NDArray[np.int64]
 MAX_TOKENS = 1 << 40
-"""No position is larger."""
+"""The largest position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens [start, stop) of one group pair that are moved. For states: [n, n) and `moved` says whether."""
+    """The tokens [start, stop) of one group pair that are moved. For a state it is [n, n), and `moved` says whether."""
 
     start: int
     stop: int
@@ -55,7 +51,7 @@ class Span:
 class Segments:
     """Stretches of tokens, each inside one block on both sides, in the order of their positions.
 
-    Four numbers place a stretch: block id and token in the block, on both sides; `count` tokens long. For whole
+    A stretch is `count` tokens long, and is located by a block id and a token in that block on each side. For whole
     blocks the tokens are 0 and the count is 1 (block).
     """
 
@@ -71,7 +67,7 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One side's checked table of one group, and where the tokens of its rank are."""
+    """One side's checked table of one group, and which tokens its rank holds."""
 
     side: str
     ids: Int64s
@@ -84,7 +80,7 @@ class Holder:
 
     @property
     def first_local(self) -> int:
-        """How many tokens of this rank come before the table's first one."""
+        """The number of this rank's tokens that come before the table's first one."""
         return int(self.local(np.array([self.first_token], np.int64))[0])
 
     @property
@@ -96,62 +92,62 @@ class Holder:
         return int(self.position(np.array([last], np.int64))[0])
 
     def local(self, positions: Int64s) -> Int64s:
-        """How many of this rank's tokens come before each position."""
+        """Returns the number of this rank's tokens that come before each position."""
         if self.cp_size == 1:
             return positions
-        dealt, rest = np.divmod(positions, self.cp_size * self.cp_run)
-        held: Int64s = dealt * self.cp_run + np.clip(rest - self.cp_rank * self.cp_run, 0, self.cp_run)
-        return held
+        rounds, rest = np.divmod(positions, self.cp_size * self.cp_run)
+        before: Int64s = rounds * self.cp_run + np.clip(rest - self.cp_rank * self.cp_run, 0, self.cp_run)
+        return before
 
     def position(self, local: Int64s) -> Int64s:
-        """The absolute position of this rank's i-th token."""
+        """Returns the absolute positions of this rank's i-th tokens."""
         if self.cp_size == 1:
             return local
-        dealt, rest = np.divmod(local, self.cp_run)
-        return dealt * (self.cp_size * self.cp_run) + self.cp_rank * self.cp_run + rest
+        rounds, rest = np.divmod(local, self.cp_run)
+        return rounds * (self.cp_size * self.cp_run) + self.cp_rank * self.cp_run + rest
 
     def owns(self, positions: Int64s) -> npt.NDArray[np.bool_]:
-        """Whether each position is one of this rank's."""
-        mine: npt.NDArray[np.bool_] = (positions // self.cp_run) % self.cp_size == self.cp_rank
-        return mine
+        """Returns whether each position is one of this rank's."""
+        owned: npt.NDArray[np.bool_] = (positions // self.cp_run) % self.cp_size == self.cp_rank
+        return owned
 
     def block_starts(self, start: int, stop: int) -> Int64s:
-        """Absolute positions in (start, stop) at which one of this table's blocks begins."""
+        """Returns the absolute positions in (start, stop) at which one of this table's blocks begins."""
         low, high = (int(n) for n in self.local(np.array([start, stop], np.int64)))
         phase = self.first_local % self.block_tokens
         first = low + (phase - low) % self.block_tokens
         return self.position(np.arange(first, high, self.block_tokens, dtype=np.int64))
 
     def run_starts(self, start: int, stop: int) -> Int64s:
-        """Absolute positions in [start, stop) at which the deal passes to another rank."""
+        """Returns the absolute positions in [start, stop) from which on the tokens belong to another rank."""
         if self.cp_size == 1:
             return np.empty(0, np.int64)
         return np.arange(-(-start // self.cp_run) * self.cp_run, stop, self.cp_run, dtype=np.int64)
 
 
 def distinct(values: Int64s) -> Int64s:
-    """Each value once, in order. (np.unique hashes first, which costs more than the sort for our sizes.)"""
+    """Returns each value once, in order. (np.unique hashes first, which costs more than sorting at our sizes.)"""
     ordered = np.sort(values)
     return ordered[np.concatenate(([True], ordered[1:] != ordered[:-1]))] if len(ordered) else ordered
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What is asked of a layout for every request."""
+    """What every request needs to know about a layout."""
 
     num_blocks: dict[int, int]
-    """By group: block ids below this are in every tensor of the group."""
+    """Maps a group to a number of blocks: ids below it are valid in every tensor of the group."""
     tensors: dict[tuple[str, str], Tensor]
-    """By layer and part."""
+    """Maps (layer, part) to its tensor."""
     shared: tuple[tuple[Lane, ...], ...]
-    """Where cache groups take turns on the same pages."""
+    """The lanes of cache groups that share pages."""
 
 
 _lookups: dict[int, Lookup] = {}
 
 
 def lookup(layout: CacheLayout) -> Lookup:
-    """Made once a layout, which is found again by its identity: to compare it takes longer than to search it."""
+    """Returns the lookup of a layout, made once per layout. It is cached by identity, because comparing is slower."""
     found = _lookups.get(id(layout))
     if found is None:
         num_blocks: dict[int, int] = {}
@@ -160,13 +156,13 @@ def lookup(layout: CacheLayout) -> Lookup:
         by_name = {(tensor.layer, tensor.part): tensor for tensor in layout.tensors}
         found = Lookup(num_blocks, by_name, shared_lanes(layout))
         _lookups[id(layout)] = found
-        # A peer's layout goes with the peer (I5), and before its id is given to another one.
+        # A peer's layout is forgotten with the peer (I5), and before another layout can get the same id().
         weakref.finalize(layout, _lookups.pop, id(layout), None).atexit = False
     return found
 
 
 def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: int) -> Holder:
-    """Find and check the table of one group. Raises MalformedMessage; `side` is for its text."""
+    """Finds and checks the table of one group. Raises MalformedMessage, whose text names the `side`."""
     found: BlockTable | None = None
     for table in tables:
         if not 0 <= table.group < len(layout.groups):
@@ -178,10 +174,11 @@ def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: 
                 raise MalformedMessage(f"{side} block table: group {group} has two tables")
             found = table
     if found is None:
-        raise MalformedMessage(f"{side} block table: group {group} has none")
+        raise MalformedMessage(f"{side} block table: group {group} has no table")
     if not 0 <= found.first_token <= MAX_TOKENS:
         raise MalformedMessage(
-            f"{side} block table of group {group}: first_token is {found.first_token!r}; 0 to {MAX_TOKENS} are allowed"
+            f"{side} block table of group {group}: first_token is {found.first_token!r}; "
+            f"it must be between 0 and {MAX_TOKENS}"
         )
     limit = lookup(layout).num_blocks[group]
     rank = layout.rank
@@ -190,11 +187,11 @@ def holder(side: str, layout: CacheLayout, tables: Sequence[BlockTable], group: 
         ids=_checked_ids(side, found, limit),
         first_token=found.first_token,
         block_tokens=layout.groups[group].block_tokens,
-        **_deal(rank),
+        **_cp_fields(rank),
     )
 
 
-def _deal(rank: Rank) -> dict[str, int]:
+def _cp_fields(rank: Rank) -> dict[str, int]:
     return {"cp_rank": rank.cp_rank, "cp_size": rank.cp_size, "cp_run": rank.cp_run_tokens if rank.cp_size > 1 else 1}
 
 
@@ -211,16 +208,15 @@ def _checked_ids(side: str, table: BlockTable, limit: int) -> Int64s:
         ordered = np.sort(ids)
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice):
-            raise MalformedMessage(f"{where}: block id {int(twice[0])} is there twice")
+            raise MalformedMessage(f"{where}: block id {int(twice[0])} is listed twice")
     return ids
 
 
-def shared_span(
-    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int
-) -> Span:
-    """Which tokens of this group pair move. Raises MalformedMessage where a needed one has no block on either side.
+def shared_span(edge: Edge, pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int) -> Span:
+    """Returns which tokens of this group pair move. Raises MalformedMessage if a needed token lacks a block on a side.
 
-    `end` is where the destination will go on computing: windows are judged, and states are due, there.
+    `end` is the token from which the destination will compute: it decides what a window still needs, and it is the
+    token whose state is needed.
     """
     if pair.state:
         return _shared_state(edge, pair, source, destination, wanted, end)
@@ -238,14 +234,14 @@ def shared_span(
 
 
 def _shared_state(
-    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int
+    edge: Edge, pair: GroupPair, source: Holder, destination: Holder, wanted: TokenRange, end: int
 ) -> Span:
     if wanted.stop < end or wanted.stop <= wanted.start:
         return Span(end, end, False)
     for side, group in ((source, pair.source), (destination, pair.destination)):
         if len(side.ids) != 1:
             raise MalformedMessage(
-                f"{side.side} block table of state group {group}: {len(side.ids)} slots; a request's state has one"
+                f"{side.side} block table of state group {group}: {len(side.ids)} slots; a request has one state"
             )
         if side.first_token != end:
             layer = next(
@@ -253,7 +249,7 @@ def _shared_state(
             )
             raise MalformedMessage(
                 f"layer {layer!r}: the {side.side}'s state is the one after token {side.first_token}; "
-                f"the one after token {end} is needed. Compute the same prompt tokens on prefill as decode wants"
+                f"the one after token {end} is needed. Prefill must compute exactly the tokens that decode asks for"
             )
     return Span(end, end, True)
 
@@ -262,18 +258,18 @@ def _check_phase(source: Holder, destination: Holder) -> None:
     offset = source.first_local - destination.first_local
     if offset % source.block_tokens:
         raise MalformedMessage(
-            f"blocks that move whole begin at token {source.first_token} on the source and at "
-            f"{destination.first_token} on the destination: not a multiple of {source.block_tokens} apart"
+            f"blocks that move whole begin at token {source.first_token} on the source and at token "
+            f"{destination.first_token} on the destination; they must be a multiple of {source.block_tokens} apart"
         )
 
 
 def _first_common(source: Holder, destination: Holder, start: int, stop: int) -> int | None:
-    """The first position in [start, stop) that belongs to both ranks."""
+    """Returns the first position in [start, stop) that belongs to both ranks, or None."""
     if start >= stop:
         return None
     if source.cp_size == destination.cp_size == 1:
         return start
-    # Both deals repeat after this many tokens: what is not found in them is nowhere, however far away `stop` is.
+    # Both patterns repeat after this many tokens, so there is no need to search further, however distant `stop` is.
     stop = min(stop, start + lcm(source.cp_size * source.cp_run, destination.cp_size * destination.cp_run))
     marks = distinct(np.concatenate(([start], source.run_starts(start, stop), destination.run_starts(start, stop))))
     common = marks[source.owns(marks) & destination.owns(marks)]
@@ -281,7 +277,7 @@ def _first_common(source: Holder, destination: Holder, start: int, stop: int) ->
 
 
 def _missing(
-    edge: "Edge", pair: GroupPair, source: Holder, destination: Holder, position: int, needed: TokenRange
+    edge: Edge, pair: GroupPair, source: Holder, destination: Holder, position: int, needed: TokenRange
 ) -> str:
     piece = next(
         s
@@ -293,38 +289,40 @@ def _missing(
         (source, pair.source) if not source.first_token <= position < source.end else (destination, pair.destination)
     )
     return (
-        f"layer {piece.layer!r}: tokens [{needed.start}, {needed.stop}) are needed, and the {lacking.side} block table "
+        f"layer {piece.layer!r}: tokens [{needed.start}, {needed.stop}) are needed, but the {lacking.side} block table "
         f"of group {group} holds [{lacking.first_token}, {lacking.end}): token {position} has no block"
     )
 
 
-def check_span(edge: "Edge", told: Sequence[Span]) -> None:
-    """Spans that a peer told us: as many as group pairs, inside the positions that exist. Else MalformedMessage."""
+def check_spans(edge: Edge, spans: Sequence[Span]) -> None:
+    """Checks spans that a peer sent: one per group pair, inside [0, MAX_TOKENS]. Raises MalformedMessage."""
     pairs = edge.compiled.pairs
-    if len(told) != len(pairs):
-        raise MalformedMessage(f"{len(told)} token spans for {len(pairs)} pairs of cache groups")
-    for span in told:
+    if len(spans) != len(pairs):
+        raise MalformedMessage(
+            f"{len(spans)} token spans for {len(pairs)} pairs of cache groups; one per pair is needed"
+        )
+    for span in spans:
         if not 0 <= span.start <= span.stop <= MAX_TOKENS:
             raise MalformedMessage(f"token span [{span.start}, {span.stop}) is not inside [0, {MAX_TOKENS}]")
 
 
-def check_held(pair: GroupPair, mine: Holder, span: Span) -> None:
-    """Raise MalformedMessage unless the table has a block for every token of the span."""
+def check_held(pair: GroupPair, table: Holder, span: Span) -> None:
+    """Raises MalformedMessage unless the table has a block for every token of the span."""
     if pair.state:
-        if len(mine.ids) != 1 or mine.first_token != span.start:
+        if len(table.ids) != 1 or table.first_token != span.start:
             raise MalformedMessage(
-                f"{mine.side} block table of a state has {len(mine.ids)} slots, of token {mine.first_token}; "
-                f"one slot, of token {span.start}, is needed"
+                f"{table.side} block table of a state has {len(table.ids)} slots, after token {table.first_token}; "
+                f"one slot, after token {span.start}, is needed"
             )
-    elif not mine.first_token <= span.start <= span.stop <= mine.end:
+    elif not table.first_token <= span.start <= span.stop <= table.end:
         raise MalformedMessage(
-            f"{mine.side} block table holds tokens [{mine.first_token}, {mine.end}); "
+            f"{table.side} block table holds tokens [{table.first_token}, {table.end}); "
             f"[{span.start}, {span.stop}) are needed"
         )
 
 
 def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -> Segments:
-    """Cut a span at every block boundary of both sides. Positions are checked already (shared_span)."""
+    """Cuts a span at every block boundary of both sides. shared_span has checked the positions."""
     if pair.state:
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         return Segments(source.ids[:1], zero, destination.ids[:1], zero, one)
@@ -332,10 +330,10 @@ def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -
         return _whole_blocks(source, destination, span)
     start, stop = span.start, span.stop
     marks = [source.block_starts(start, stop), destination.block_starts(start, stop)]
-    same_deal = (source.cp_size, source.cp_run) == (destination.cp_size, destination.cp_run)
-    if not same_deal or source.cp_rank != destination.cp_rank:
+    same_pattern = (source.cp_size, source.cp_run) == (destination.cp_size, destination.cp_run)
+    if not same_pattern or source.cp_rank != destination.cp_rank:
         marks += [source.run_starts(start, stop), destination.run_starts(start, stop)]
-    first = source.position(source.local(np.array([start], np.int64))) if same_deal else np.array([start], np.int64)
+    first = source.position(source.local(np.array([start], np.int64))) if same_pattern else np.array([start], np.int64)
     begin = distinct(np.concatenate((first, *marks)))
     begin = begin[begin < stop]
     finish = np.append(begin[1:], stop)[: len(begin)]
@@ -348,7 +346,7 @@ def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -
     source_index, source_token = np.divmod(source_local, source.block_tokens)
     destination_index, destination_token = np.divmod(destination_local, destination.block_tokens)
     if len(count) > 1:
-        # Stretches that follow on inside both blocks (dealt tokens do) become one.
+        # Stretches that are contiguous inside both blocks become one (this happens with context parallelism).
         follows = (
             (source_local[:-1] + count[:-1] == source_local[1:])
             & (destination_local[:-1] + count[:-1] == destination_local[1:])
@@ -366,7 +364,10 @@ def segments(pair: GroupPair, source: Holder, destination: Holder, span: Span) -
 
 
 def _whole_blocks(source: Holder, destination: Holder, span: Span) -> Segments:
-    """Blocks that hold any token of the span, whole. Both sides deal and cut alike (checked by pairing)."""
+    """Returns the whole blocks that hold any token of the span.
+
+    Pairing has checked that both sides have the same block size and context parallelism.
+    """
     low, high = (int(n) for n in source.local(np.array([span.start, span.stop], np.int64)))
     if source.cp_rank != destination.cp_rank or low >= high:
         empty = np.empty(0, np.int64)

@@ -16,8 +16,9 @@ from kvferry.cli.main import ExitCode
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import AxisOrder, LayoutBuilder, block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import plan_staged
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 
 __all__ = [

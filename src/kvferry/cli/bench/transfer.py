@@ -24,8 +24,9 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
 from kvferry.layout.builders import AxisOrder, LayoutBuilder, attention_bytes, block_major, head_range
 from kvferry.layout.description import CacheLayout, Rank
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import StagedPlan
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
 from kvferry.settings import TransferSettings
 from kvferry.testing.ends import LocalEnd, ProcessEnd

@@ -10,7 +10,8 @@ from html import escape
 
 from kvferry.cli.support.plan_text import Row
 from kvferry.layout.description import CacheLayout, Tensor
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 
 __all__ = ["picture"]
 

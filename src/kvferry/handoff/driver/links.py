@@ -8,7 +8,8 @@ from math import lcm, prod
 from kvferry.errors import MalformedMessage
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.layout.description import CacheKind, CacheLayout, Region
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.edge import Edge
+from kvferry.layout.pairing import pair
 from kvferry.settings import Role
 from kvferry.transport.nixl.doorbell import numeric
 from kvferry.wire.hello import Hello, decode_hello

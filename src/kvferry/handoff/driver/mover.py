@@ -8,7 +8,7 @@ from kvferry.errors import MalformedMessage, PeerLost, TransferError
 from kvferry.handoff.actions import Post, PostId
 from kvferry.handoff.driver.links import Flow, Link
 from kvferry.layout.blocks import BlockTable, Runs, TokenRange
-from kvferry.layout.pairing import Edge
+from kvferry.layout.edge import Edge
 from kvferry.layout.planning import plan
 from kvferry.transport.base import Completion, Operation, Ticket, Transport
 from kvferry.wire.handoff_messages import encode_message, with_size

@@ -1,26 +1,65 @@
 """One rank in the simulated world: the real machines, a clock of its own, and what the driver does around them."""
 
+import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvferry.handoff.actions import Peer, Post, Send
-from kvferry.handoff.orders import StepOrders
+from kvferry.handoff.orders import StepOrders, StepReport
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.testing.simulator.simulated_memory import MAX_RANKS, Transfer, Violation
+from kvferry.settings import FerrySettings
+from kvferry.testing.simulator.scenario import Scenario
+from kvferry.testing.simulator.simulated_memory import MAX_RANKS, Memory, Violation
 from kvferry.wire.handoff_messages import Message
 
-if TYPE_CHECKING:
-    from kvferry.testing.simulator.simulated_engine import SimEngine
-    from kvferry.testing.simulator.world import World
-
-__all__ = ["TOKEN_S", "SimRank", "short"]
+__all__ = ["TOKEN_S", "RankEngine", "RankWorld", "SimRank", "short"]
 
 _STASH = 64
 _WRITE_S = 0.05
 TOKEN_S = 0.02
 """The estimate that machines get: so much a write, and so much a token."""
+
+
+class RankEngine(Protocol):
+    """What a rank and its transfers use of an engine."""
+
+    prefill: bool
+    dead: bool
+    engine: EngineId
+    incarnation: Incarnation
+    num_ranks: int
+    memory: Memory
+
+    def report(self, rank: "SimRank", report: StepReport) -> None:
+        """Takes a report of one of the engine's ranks."""
+
+
+class RankWorld(Protocol):
+    """What a rank uses of the world."""
+
+    scenario: Scenario
+    settings: FerrySettings
+    rng: random.Random
+    now_s: float
+    prepare: Callable[[RankProtocol], None]
+
+    def at(self, at_s: float, function: Callable[..., None], *args: Any) -> None:
+        """Calls the function at this time."""
+
+    def send(self, rank: "SimRank", peer: Peer, message: Message) -> None:
+        """Sends a control message."""
+
+    def post(self, rank: "SimRank", post: Post) -> None:
+        """Starts a transfer."""
+
+    def disconnect(self, rank: "SimRank", peer: Peer) -> None:
+        """Ends everything in flight with the peer."""
+
+    def owes(self, engine: RankEngine, ours: int, theirs: int) -> bool:
+        """Returns whether the layouts of these two ranks have bytes in common."""
+        ...
 
 
 class SimRank:
@@ -42,7 +81,7 @@ class SimRank:
         "world",
     )
 
-    def __init__(self, world: "World", engine: "SimEngine", index: int) -> None:
+    def __init__(self, world: RankWorld, engine: RankEngine, index: int) -> None:
         self.world, self.engine, self.index = world, engine, index
         self.name = peer_name(engine.engine, engine.incarnation, index)
         drift = world.scenario.drift
@@ -171,10 +210,9 @@ class SimRank:
             self.away[name] = self.world.now_s + 1.0
             self.core.peer_lost(name, "the transport says so", self.now_s())
 
-    def ended(self, transfer: Transfer, error: str | None, started: bool) -> None:
-        """The driver polled a completion."""
-        tokens = len(transfer.pairs)
-        self.core.completed(transfer.post.post, error, self.now_s(), started=started, num_bytes=tokens, num_runs=tokens)
+    def ended(self, post: Post, num_tokens: int, error: str | None, started: bool) -> None:
+        """Delivers a completion, as the driver does when it polls one."""
+        self.core.completed(post.post, error, self.now_s(), started=started, num_bytes=num_tokens, num_runs=num_tokens)
 
     # ---- handoff.actions.LayoutQueries
 

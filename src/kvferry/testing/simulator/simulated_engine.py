@@ -6,23 +6,55 @@ world.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed, Offer, StepOrders, StepReport, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.testing.simulator.rank import SimRank
+from kvferry.testing.simulator.rank import RankWorld, SimRank
 from kvferry.testing.simulator.scenario import Job
 from kvferry.testing.simulator.simulated_memory import GARBAGE, MAX_RANKS, Memory, Violation
+from kvferry.testing.simulator.transfer import Transfer
 from kvferry.transport.base import Operation
 
-if TYPE_CHECKING:
-    from kvferry.testing.simulator.world import World
-
-__all__ = ["DecodeEngine", "PrefillEngine", "SimEngine"]
+__all__ = ["DecodeEngine", "EngineWorld", "PrefillEngine", "SimEngine"]
 
 _LOCAL = 1 << 40
 """Tags of what decode computed itself; what prefill computes is below."""
+
+
+class EngineWorld(RankWorld, Protocol):
+    """What an engine uses of the world."""
+
+    slots: dict[EngineId, "SimEngine"]
+    decodes: list[EngineId]
+    active: dict[TransferId, dict[Transfer, None]]
+    tags: dict[TransferId, int]
+    num_landed: int
+
+    def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
+        """Calls the function after this many seconds."""
+
+    def say(self, line: str, *args: object) -> None:
+        """Adds a line to the trace."""
+
+    def dispatch(self, job: Job, must_land: bool = False, attempt: int = 0) -> None:
+        """Sends a request to prefill and decode, as a router does."""
+
+    def num_prefill_ranks(self, name: EngineId) -> int:
+        """Returns the number of ranks of a prefill engine."""
+        ...
+
+    def next_tag(self, transfer: TransferId, num_tokens: int, *, local: bool = False) -> int:
+        """Returns the first of the tags for tokens that are computed now."""
+        ...
+
+    def check_prompt(self, engine: "SimEngine", transfer: TransferId, since_s: float | None, what: str) -> None:
+        """Raises Violation if blocks were freed too late."""
+
+    def may_outlast(self, wanted_s: float) -> bool:
+        """Returns whether a read may still run after its failure was reported."""
+        ...
 
 
 class SimEngine:
@@ -30,7 +62,7 @@ class SimEngine:
 
     prefill: bool
 
-    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+    def __init__(self, world: "EngineWorld", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
         self.world, self.engine, self.incarnation, self.num_ranks = world, engine, incarnation, num_ranks
         self.dead = False
         self.memory = Memory(num_ranks, world.scenario.num_blocks)
@@ -89,7 +121,7 @@ class PrefillEngine(SimEngine):
 
     prefill = True
 
-    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+    def __init__(self, world: "EngineWorld", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
         super().__init__(world, engine, incarnation, num_ranks)
         self.jobs: dict[TransferId, _Source] = {}
 
@@ -215,7 +247,7 @@ class DecodeEngine(SimEngine):
 
     prefill = False
 
-    def __init__(self, world: "World", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
+    def __init__(self, world: "EngineWorld", engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
         super().__init__(world, engine, incarnation, num_ranks)
         self.jobs: dict[TransferId, _Target] = {}
 

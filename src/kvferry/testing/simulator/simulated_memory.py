@@ -1,16 +1,6 @@
-"""Blocks that know their content, and transfers that take time. One block holds one token here."""
+"""The blocks of a simulated engine, which know their content. Here, one block holds one token."""
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from kvferry.handoff.actions import Post
-from kvferry.transport.base import Operation
-
-if TYPE_CHECKING:
-    from kvferry.testing.simulator.rank import SimRank
-    from kvferry.testing.simulator.simulated_engine import SimEngine
-
-__all__ = ["GARBAGE", "MAX_RANKS", "Memory", "Transfer", "Violation"]
+__all__ = ["GARBAGE", "MAX_RANKS", "Memory", "Violation"]
 
 MAX_RANKS = 8
 GARBAGE = -1
@@ -53,29 +43,3 @@ class Memory:
         for cells in self.cells:
             for block in blocks:
                 cells[block * MAX_RANKS : (block + 1) * MAX_RANKS] = [GARBAGE] * MAX_RANKS
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A posted transfer: its copies happen at any time between its start and its end."""
-
-    rank: "SimRank"
-    post: Post
-    peer: "SimEngine"
-    pairs: list[tuple[int, int]]
-    """Source and destination block of each token."""
-    over: bool = False
-    error: str | None = None
-    halves: list[tuple[int, int]] = field(default_factory=list)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Move these tokens now."""
-        ours, theirs = self.rank, self.post.peer.rank
-        if self.post.operation is Operation.READ:
-            source, target = self.peer.memory.cells[theirs], ours.engine.memory.cells[ours.index]
-            for from_, to in pairs:
-                target[to * MAX_RANKS + theirs] = source[from_ * MAX_RANKS]
-        else:
-            source, target = ours.engine.memory.cells[ours.index], self.peer.memory.cells[theirs]
-            for from_, to in pairs:
-                target[to * MAX_RANKS + ours.index] = source[from_ * MAX_RANKS]

@@ -8,10 +8,11 @@ from typing import Any
 from kvferry.handoff.actions import Peer, Post
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
-from kvferry.testing.simulator.rank import TOKEN_S, SimRank, short
+from kvferry.testing.simulator.rank import TOKEN_S, RankEngine, SimRank, short
 from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
 from kvferry.testing.simulator.simulated_engine import DecodeEngine, PrefillEngine, SimEngine
-from kvferry.testing.simulator.simulated_memory import Transfer, Violation
+from kvferry.testing.simulator.simulated_memory import Violation
+from kvferry.testing.simulator.transfer import Transfer
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message
 
@@ -189,7 +190,7 @@ class World:
         if not decode.dead and isinstance(decode, DecodeEngine):
             decode.take(job, transfer, self.prefills[job.prefill], incarnation, must_land, attempt)
 
-    def owes(self, engine: "SimEngine", ours: int, theirs: int) -> bool:
+    def owes(self, engine: RankEngine, ours: int, theirs: int) -> bool:
         """Is there a byte between these ranks?"""
         if self.scenario.owes_all:
             return True
@@ -239,7 +240,7 @@ class World:
         if not self.calm_phase and scenario.duplicate and rng.random() < scenario.duplicate:
             self._deliver_later(rank, target, peer, message)
 
-    def _cut(self, sender: SimEngine, target: EngineId) -> bool:
+    def _cut(self, sender: RankEngine, target: EngineId) -> bool:
         """Is there a partition in this direction now?"""
         for cut in self.scenario.partitions:
             if cut.to_prefill is not sender.prefill and 0.6 <= self.now_s - cut.at_s < 0.6 + cut.for_s:
@@ -297,10 +298,10 @@ class World:
         transfer = Transfer(rank, post, peer, pairs)
         if rank.now_s() > post.not_after_s:
             self.say("%s too late for %s %s", rank.name, post.operation, post.transfer)
-            rank.do(rank.ended, transfer, None, False)
+            rank.do(rank.ended, post, len(pairs), None, False)
             return
         if peer.dead or peer.incarnation != post.peer.incarnation or self.now_s < rank.away.get(post.peer.name, 0.0):
-            rank.do(rank.ended, transfer, "the peer is gone", True)
+            rank.do(rank.ended, post, len(pairs), "the peer is gone", True)
             rank.do(rank.lose, post.peer.name)
             return
         self.say(
@@ -357,4 +358,4 @@ class World:
         delay_s = self.rng.random() * 0.003
         if not self.calm_phase and self.scenario.late and self.rng.random() < self.scenario.late:
             delay_s += self.rng.random() * 1.5 * self.scenario.ttl_s
-        self.after(delay_s, rank.do, rank.ended, transfer, error, True)
+        self.after(delay_s, rank.do, rank.ended, post, len(transfer.pairs), error, True)

@@ -25,7 +25,7 @@ from kvferry.layout.packing import PackBox, PackPlan, StagedPlan, plan_staged
 from kvferry.layout.planning import moves
 
 if TYPE_CHECKING:
-    from kvferry.layout.pairing import Edge
+    from kvferry.layout.edge import Edge
 
 __all__ = ["CHUNK_BYTES", "chunk_plans"]
 

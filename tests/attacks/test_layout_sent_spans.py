@@ -1,11 +1,12 @@
-"""Spans that a peer tells us to pack: outside of our table, or not as many as there are group pairs."""
+"""A peer sends spans to pack that are outside our table, or whose number is not that of the group pairs."""
 
 import pytest
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable, TokenRange
+from kvferry.layout.edge import Edge
 from kvferry.layout.packing import Side, pack_plan, spans
-from kvferry.layout.pairing import Edge, pair
+from kvferry.layout.pairing import pair
 from kvferry.layout.tokens import Span
 from tests.layout.samples import attention
 
@@ -18,7 +19,7 @@ def an_edge() -> Edge:
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("sent", "match"),
     [
         ([], "0 token spans for 1 pairs"),
         ([Span(0, 8, True), Span(0, 8, True)], "2 token spans for 1 pairs"),
@@ -28,11 +29,11 @@ def an_edge() -> Edge:
         ([Span(0, 1 << 60, True)], "is not inside"),
     ],
 )
-def test_spans_that_do_not_fit_are_refused(told: list[Span], says: str) -> None:
-    with pytest.raises(MalformedMessage, match=says):
-        pack_plan(an_edge(), Side.SOURCE, GOOD, told)
+def test_spans_that_do_not_fit_are_refused(sent: list[Span], match: str) -> None:
+    with pytest.raises(MalformedMessage, match=match):
+        pack_plan(an_edge(), Side.SOURCE, GOOD, sent)
 
 
-def test_right_spans_are_taken() -> None:
-    told = spans(an_edge(), GOOD, GOOD, WANTED)
-    assert pack_plan(an_edge(), Side.SOURCE, GOOD, told).payload_bytes == 2 * 2 * 8 * 4 * 4
+def test_right_spans_are_accepted() -> None:
+    sent = spans(an_edge(), GOOD, GOOD, WANTED)
+    assert pack_plan(an_edge(), Side.SOURCE, GOOD, sent).payload_bytes == 2 * 2 * 8 * 4 * 4
