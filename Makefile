@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+SITE   := $(VENV)/.site
 GEMMA  := $(VENV)/.gemma
 # vLLM pins much of what we use: a virtual environment of its own.
 VLLM_VENV  ?= .venv-vllm
@@ -12,7 +13,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills changes coverage dist site help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -75,11 +76,12 @@ test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
 	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
 
-check: setup  ## formatting, lint, types, architecture
+check: setup  ## formatting, lint, spelling, types, architecture, fragments of the changelog
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/architecture
+	$(BIN)/python -m pytest -q -m 'not slow' tests/architecture tests/packaging
 
 fix: setup  ## what the checks can mend themselves
 	$(BIN)/ruff format .
@@ -105,8 +107,27 @@ chaos: setup  ## kill and stop workers under load, 20 times in each way and mode
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
 
-docs: setup  ## the reference pages that are made from code
+docs: setup  ## the pages that are made from code: docs/reference/settings.md and compatibility.md
 	$(BIN)/python -m kvferry.cli.support.reference_pages
+
+site: $(SITE)  ## the documentation as a site, in out/site; a dead link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "out/site/index.html"
+$(SITE): $(STAMP)
+	$(BIN)/python $(PIP) mkdocs-material -c constraints.txt
+	@touch $@
+
+changes: setup  ## what the next release's section of the changelog would say, from changes/
+	@$(BIN)/towncrier build --draft --version "$$($(BIN)/python -c 'import kvferry; print(kvferry.__version__)')" 2>/dev/null
+
+coverage: setup  ## branch coverage of the pure tests, room by room; details in out/coverage
+	@rm -rf out/coverage && mkdir -p out/coverage
+	COVERAGE_CORE=ctrace $(BIN)/coverage run -m pytest -q -n auto -m 'not process and not engine and not vllm and not slow'
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o out/coverage/coverage.json
+	$(BIN)/python -m tests.harness.coverage_by_room out/coverage/coverage.json
+
+dist: setup  ## wheels and sdists, their contents checked, installed in an empty environment, and the demo run there
+	$(BIN)/python -m tests.packaging.check_dist --out out/dist
 
 vllm-table:  ## the table of docs/explanation/vllm-connectors-compared.md, on real vLLM (needs .venv-vllm); half an hour
 	@mkdir -p out

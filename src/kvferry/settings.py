@@ -171,4 +171,4 @@ class FerrySettings:
     """Where peers shake hands."""
 
     strict: bool = False
-    """Compare bridged facts too: the exact digest of spec.md R2."""
+    """Compare bridged facts too: the exact digest of R2."""

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+__version__ = "0.1.0"
+
 __all__ = ["NAMES", "directory"]
 
 NAMES = ("byte-mtp", "byte-mtp-window", "byte-mtp-hybrid", "eagle3-smollm2")

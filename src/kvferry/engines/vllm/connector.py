@@ -5,7 +5,7 @@
                            "kv_role": "kv_producer", "kv_connector_extra_config": {"mode": "pull"}}'
 
 vLLM makes one in the scheduler's process and one in each worker; they share nothing. Each hook translates and forwards:
-scheduling.py and working.py hold the halves. A hook of a worker never raises: an exception there would end the engine.
+`scheduler_side` and `worker_side` hold the halves. A worker hook never raises: an exception there would end the engine.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What the decode machine knows of one wanted transfer. See decode.py for the life of it."""
+"""What the decode machine knows of one wanted transfer. See machine.py for the life of it."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _NEVER = float("inf")
 
 
 class State(Enum):
-    """Of a source. See decode.py."""
+    """Of a source. See machine.py."""
 
     WAITING = auto()
     ACTIVE = auto()

@@ -1,6 +1,6 @@
 """Who computes a step: one rank in this process, or many ranks in processes of their own.
 
-The engine submits what the scheduler planned (numbers only, see specs.py) together with what the connector's scheduler
+The engine submits what the scheduler planned (numbers only, see step.py) together with what the connector's scheduler
 half says, and collects logits in the same order. Each rank does what it is told in the order in which it was told: so a
 block that was given up may be used again by the next step, also while the step before is still on its way through the
 pipeline, and orders that follow a step find its KV stored.

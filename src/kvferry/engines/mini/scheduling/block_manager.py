@@ -1,13 +1,13 @@
 """Who has which cache block: reference counts, prefix caching, blocks lent to the connector. Numbers only, no memory.
 
 Blocks of all cache groups come from here: a block is a page, and belongs to one group as long as somebody refers to it
-or its content is known (see groups.py). It is in exactly one of these states; `check` proves it:
+or its content is known (see cache_groups.py). It is in exactly one of these states; `check` proves it:
 
 * used     one or more requests, or transfers that hold it, refer to it
 * cached   nobody refers to it, but its content is known by hash and may be used again; the oldest goes first
 * clean    nothing in it is worth anything
 
-Block 0 is in none: it stays zero (see cache.py).
+Block 0 is in none: it stays zero (see pool.py).
 """
 
 import hashlib
