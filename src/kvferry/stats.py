@@ -12,7 +12,7 @@ class PromptAccount:
     handed_over: int = 0
     cached: int = 0
     recomputed: int = 0
-    why: str = ""
+    reason: str = ""
     """Why tokens were recomputed, where another engine should have brought them."""
 
 

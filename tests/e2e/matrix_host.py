@@ -164,7 +164,7 @@ def _step(workers: dict[str, Worker], asked: dict[str, _Asked], tell: Callable[[
             account = output.account
             assert account is not None, output
             tell(Answered(
-                one.ask.name, tuple(one.tokens), account.cached, account.handed_over, account.recomputed, account.why,
-                None if output.handoff is None else output.handoff.to_dict(),
+                one.ask.name, tuple(one.tokens), account.cached, account.handed_over, account.recomputed,
+                account.reason, None if output.handoff is None else output.handoff.to_dict(),
                 None if output.timing is None else output.timing.verified_cells, output.error,
             ))  # fmt: skip

@@ -150,7 +150,7 @@ def _compare(both: Pair, name: str, prompt: list[int]) -> int:
     assert len(prompt) == num_cached or sent.abs().amin(dim=(0, 1, 2, 4)).max() > 0, "prefill's cache is empty"
     account = first.account
     assert account is not None, first
-    assert (account.cached, account.recomputed, account.why) == (num_cached, 0, ""), account
+    assert (account.cached, account.recomputed, account.reason) == (num_cached, 0, ""), account
     assert account.handed_over == len(prompt) - num_cached, account
     assert first.token_ids[0] == computed.params["first_token"], first
     return num_cached

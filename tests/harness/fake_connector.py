@@ -33,13 +33,13 @@ class FakeConnector:
     open: set[RequestId] = field(default_factory=set)
     """Transfers that have not ended."""
 
-    num_left: int = 0
+    num_deferred: int = 0
     """Prompt tokens that prefill leaves to decode."""
 
     # Scheduler half
 
     def handoff_tokens(self, num_prompt_tokens: int) -> int:
-        return max(0, num_prompt_tokens - self.num_left)
+        return max(0, num_prompt_tokens - self.num_deferred)
 
     def on_new_request(self, request: RequestView) -> None:
         self.seen.append(f"new {request.request_id}")

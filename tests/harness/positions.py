@@ -70,65 +70,65 @@ class PositionRanks(LocalExecutor):
         self.cache.clear(step.clear)
         if self._worker is not None and orders:
             self._worker.start_step(orders)
-        if not step.shares:
+        if not step.chunks:
             return
-        sizes = [share.stop - share.start for share in step.shares]
+        sizes = [chunk.stop - chunk.start for chunk in step.chunks]
         assert sizes == sorted(sizes, key=lambda size: size > 1), "shares of one token come first"
-        rows = [self._compute(share) for share in step.shares]
-        logits = torch.zeros(sum(share.num_logits for share in step.shares), VOCAB)
-        for row, (share, last) in enumerate((s, r) for s, r in zip(step.shares, rows, strict=True) if s.num_logits):
-            assert share.num_logits == 1
+        rows = [self._compute(chunk) for chunk in step.chunks]
+        logits = torch.zeros(sum(chunk.num_logits for chunk in step.chunks), VOCAB)
+        for row, (chunk, last) in enumerate((s, r) for s, r in zip(step.chunks, rows, strict=True) if s.num_logits):
+            assert chunk.num_logits == 1
             logits[row, last % VOCAB] = 1.0
         self._outcomes.append(StepOutcome(logits if len(logits) else None))
 
-    def _compute(self, share: ChunkInput) -> int:
+    def _compute(self, chunk: ChunkInput) -> int:
         """The digest behind the share; every layer agrees on the one before it."""
-        assert len(share.token_ids) == share.stop - share.start > 0
-        found = {self._before(layer, share) for layer in self._layers}
-        assert len(found) == 1, f"layers disagree on what came before token {share.start}: {found}"
+        assert len(chunk.token_ids) == chunk.stop - chunk.start > 0
+        found = {self._before(layer, chunk) for layer in self._layers}
+        assert len(found) == 1, f"layers disagree on what came before token {chunk.start}: {found}"
         so_far, rows = found.pop(), []
-        for position, token in enumerate(share.token_ids, share.start):
+        for position, token in enumerate(chunk.token_ids, chunk.start):
             so_far = digest(so_far, token)
             rows.append([position + 1, token, so_far])
         new = torch.tensor(rows, dtype=torch.float64)
         for layer in self._layers:
-            self._store(layer, share, new)
+            self._store(layer, chunk, new)
         return so_far
 
-    def _table(self, layer: LayerCache, share: ChunkInput) -> tuple[int, Sequence[int]]:
-        table = share.tables[self.cache.group_of(layer.layer)]
+    def _table(self, layer: LayerCache, chunk: ChunkInput) -> tuple[int, Sequence[int]]:
+        table = chunk.tables[self.cache.group_of(layer.layer)]
         assert 0 not in table.block_ids, "block 0 was given to a request"
         return table.first_token, table.block_ids
 
-    def _before(self, layer: LayerCache, share: ChunkInput) -> int:
-        first, ids = self._table(layer, share)
+    def _before(self, layer: LayerCache, chunk: ChunkInput) -> int:
+        first, ids = self._table(layer, chunk)
         view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
         if layer.kind is CacheKind.STATE:
-            assert first == share.start, f"the state after token {first}, before token {share.start}"
+            assert first == chunk.start, f"the state after token {first}, before token {chunk.start}"
             position, _, so_far = view[ids[0]].tolist()
-            assert position == share.start, f"state after token {position} where that after {share.start} is due"
+            assert position == chunk.start, f"state after token {position} where that after {chunk.start} is due"
             return int(so_far)
-        window = share.start if layer.window_tokens is None else layer.window_tokens - 1
-        low = max(0, share.start - window)
+        window = chunk.start if layer.window_tokens is None else layer.window_tokens - 1
+        low = max(0, chunk.start - window)
         assert first <= low, f"the table begins at token {first}; token {low} is needed"
         so_far = -1
-        for at in range(low, share.start):
+        for at in range(low, chunk.start):
             position, token, after = view[ids[(at - first) // size], (at - first) % size].tolist()
             assert position == at + 1, f"token {position - 1} where token {at} must be"
             assert so_far < 0 or after == digest(so_far, int(token)), "a token of another request"
             so_far = int(after)
         if layer.window_tokens == 1:
-            return self._before(self._layers[0], share) if self._layers[0] is not layer else 0
-        return 0 if share.start == 0 else so_far
+            return self._before(self._layers[0], chunk) if self._layers[0] is not layer else 0
+        return 0 if chunk.start == 0 else so_far
 
-    def _store(self, layer: LayerCache, share: ChunkInput, new: torch.Tensor) -> None:
-        first, ids = self._table(layer, share)
+    def _store(self, layer: LayerCache, chunk: ChunkInput, new: torch.Tensor) -> None:
+        first, ids = self._table(layer, chunk)
         view, size = self.cache.view(layer.layer, "k"), self.cache.block_tokens
         if layer.kind is CacheKind.STATE:
             view[ids[0]] = new[-1]
             return
-        assert first + len(ids) * size >= share.stop, f"no block for token {first + len(ids) * size}"
-        for at, row in enumerate(new, share.start - first):
+        assert first + len(ids) * size >= chunk.stop, f"no block for token {first + len(ids) * size}"
+        for at, row in enumerate(new, chunk.start - first):
             view[ids[at // size], at % size] = row
 
 

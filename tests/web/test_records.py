@@ -12,9 +12,9 @@ from kvferry.web.records import Served, header_value
 
 def test_served_comes_from_the_engines_records() -> None:
     served = Served.of(
-        PromptAccount(handed_over=5, cached=2, recomputed=1, why="the tail"),
+        PromptAccount(handed_over=5, cached=2, recomputed=1, reason="the tail"),
         HandoffTiming(num_bytes=10, num_runs=3, transfer_s=0.0015, wait_s=0.25, verified_cells=4),
-        why="the router's reason",
+        reason="the router's reason",
         mode=TransferMode.PUSH,
         prefill="p",
         decode="d",

@@ -130,7 +130,7 @@ def announce(ready_file: str | None, **facts: object) -> None:
 class Drain(Protocol):
     """What ends a server gently."""
 
-    def begin(self, why: str) -> None:
+    def begin(self, reason: str) -> None:
         """Take nothing new. Idempotent; never blocks."""
         ...
 

@@ -46,19 +46,19 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         account: PromptAccount | None,
         timing: HandoffTiming | None,
         *,
-        why: str = "",
+        reason: str = "",
         mode: TransferMode | None = None,
         prefill: str | None = None,
         decode: str | None = None,
     ) -> "Served":
-        """From the engine's own records; `why` is what the router knew, if the engine has no reason of its own."""
+        """From the engine's own records; `reason` is what the router knew, if the engine has no reason of its own."""
         account = account or PromptAccount()
         timing = timing or HandoffTiming()
         return cls(
             handed_over=account.handed_over,
             cached=account.cached,
             recomputed=account.recomputed,
-            why=account.why or why,
+            why=account.reason or reason,
             bytes=timing.num_bytes,
             transfer_ms=round(timing.transfer_s * 1e3, 3),
             wait_ms=round(timing.wait_s * 1e3, 3),

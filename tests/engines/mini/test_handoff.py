@@ -200,7 +200,7 @@ def test_without_a_first_token_only_the_last_prompt_token_is_computed(
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.recomputed) == (39, 1)
-    assert account.why == "prefill handed over all but the last 1 prompt tokens"
+    assert account.reason == "prefill handed over all but the last 1 prompt tokens"
     p[1].release("p")
     finish(p[0])
 
@@ -363,7 +363,7 @@ def test_a_failed_hand_off_is_computed_here_in_other_blocks(
     assert tokens_of(_alone(make_engine, prompt))[1:] == tokens_of(outputs)[-7:]
     account = outputs[-1].account
     assert account is not None
-    assert (account.recomputed, account.why) == (40, "the peer is gone")
+    assert (account.recomputed, account.reason) == (40, "the peer is gone")
     assert not suspect & set(engine.blocks.find(request.hashes)), "their content was never valid"
     connector.release("d")
     finish(engine)
@@ -387,7 +387,7 @@ def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
     assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
-    assert (account.handed_over, account.recomputed, account.why) == (32, 8, "the peer is gone")
+    assert (account.handed_over, account.recomputed, account.reason) == (32, 8, "the peer is gone")
     assert d[0].blocks.num_held == 0
     assert request.block_ids == []
     p[1].release("p")
@@ -425,7 +425,7 @@ def test_the_connector_may_say_that_nothing_comes(make_engine: MakeEngine, make_
     assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
-    assert (account.recomputed, account.why) == (40, "the peer was refused")
+    assert (account.recomputed, account.reason) == (40, "the peer was refused")
     assert "alloc d" not in connector.seen
 
 
@@ -476,7 +476,7 @@ def test_a_landed_request_may_be_preempted_and_then_computes_itself(
     assert tokens_of(outputs["d"]) == tokens_of(_alone(make_engine, prompt, max_tokens=20))
     account = outputs["d"][-1].account
     assert account is not None
-    assert (account.handed_over, account.recomputed, account.why) == (0, 24, "preempted: the cache was full")
+    assert (account.handed_over, account.recomputed, account.reason) == (0, 24, "preempted: the cache was full")
     p[1].release("p")
     finish(p[0])
 
@@ -486,7 +486,7 @@ def test_an_engine_without_a_connector_computes_and_says_why(make_engine: MakeEn
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
     account = finish(engine)["d"][-1].account
     assert account is not None
-    assert (account.recomputed, account.why) == (40, "this engine has no connector")
+    assert (account.recomputed, account.reason) == (40, "this engine has no connector")
 
 
 def test_logprobs_and_seeds_go_on_across_the_hand_off(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:

@@ -14,23 +14,23 @@ import torch
 from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.compute.sampling import GREEDY_BELOW
 from kvferry.engines.mini.ranks.executor import Executor
+from kvferry.engines.mini.scheduling.batch import ScheduledChunk
 from kvferry.engines.mini.scheduling.request import Request, State
-from kvferry.engines.mini.scheduling.scheduler import ScheduledChunk
 from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
-from kvferry.engines.mini.speculation.draft_records import Chance, DraftInput, DraftShare
+from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftSampling
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.ngram import NgramDrafter, TextDrafter
 from kvferry.engines.mini.speculation.suffix import SuffixDrafter
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
 
-__all__ = ["Note", "Speculation"]
+__all__ = ["ComputedChunk", "Speculation"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class ComputedChunk:
     """A request as it stands behind a step, before it may have ended."""
 
     request: Request
@@ -49,7 +49,7 @@ class Speculation:
         """`seed_of`: what a request's choices by chance come from."""
         self.card = card
         self._seed_of = seed_of
-        self._odds: dict[RequestId, torch.Tensor] = {}
+        self._draft_probs: dict[RequestId, torch.Tensor] = {}
         """From which the drafts of a request were drawn, if they were."""
         self._executor = executor
         self._max_model_len = max_model_len
@@ -92,31 +92,31 @@ class Speculation:
 
     def ended(self, request: Request) -> None:
         """Every request, once."""
-        self._odds.pop(request.request_id, None)
+        self._draft_probs.pop(request.request_id, None)
         key = self._keys.pop(request.request_id, None)
         if key is not None:
             self._forgotten.append(key)
         if self._text is not None:
             self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
 
-    def odds(self, shares: Sequence[ScheduledChunk]) -> list[torch.Tensor | None]:
+    def draft_probs(self, chunks: Sequence[ScheduledChunk]) -> list[torch.Tensor | None]:
         """For `verify`: from which the drafts of these shares were drawn; None for likeliest tokens."""
-        found = [self._odds.get(share.request.request_id) if share.drafts else None for share in shares]
-        return [None if each is None else each[: len(share.drafts)] for each, share in zip(found, shares, strict=True)]
+        found = [self._draft_probs.get(chunk.request.request_id) if chunk.drafts else None for chunk in chunks]
+        return [None if each is None else each[: len(chunk.drafts)] for each, chunk in zip(found, chunks, strict=True)]
 
-    def count(self, share: ScheduledChunk, num_chosen: int) -> None:
+    def count(self, chunk: ScheduledChunk, num_chosen: int) -> None:
         """A share's drafts were verified: that many tokens came out of it."""
-        self._counter.count(len(share.drafts), num_chosen - 1)
-        share.request.drafts = ()
+        self._counter.count(len(chunk.drafts), num_chosen - 1)
+        chunk.request.drafts = ()
 
-    def note(self, shares: Sequence[ScheduledChunk], computed: Sequence[int]) -> list[Note]:
+    def note(self, chunks: Sequence[ScheduledChunk], computed: Sequence[int]) -> list[ComputedChunk]:
         """`computed`: tokens of each request whose KV is that of known tokens."""
         if self._text is not None:
-            return [Note(share.request, 0, count, ()) for share, count in zip(shares, computed, strict=True)]
-        pairs = zip(shares, computed, strict=True)
-        return [Note(share.request, share.start, count, share.request.tables) for share, count in pairs]
+            return [ComputedChunk(chunk.request, 0, count, ()) for chunk, count in zip(chunks, computed, strict=True)]
+        pairs = zip(chunks, computed, strict=True)
+        return [ComputedChunk(chunk.request, chunk.start, count, chunk.request.tables) for chunk, count in pairs]
 
-    def draft(self, notes: Sequence[Note]) -> None:
+    def draft(self, notes: Sequence[ComputedChunk]) -> None:
         """The tokens of the step are appended, and some requests have ended: make the next drafts."""
         if self._text is not None:
             for note in notes:
@@ -126,22 +126,22 @@ class Speculation:
             return
         wanted = [note for note in notes if note.request.for_remote or note.request.state is State.RUNNING]
         if wanted:
-            output = self._executor.draft(DraftInput(tuple(map(self._share, wanted))))
-            odds = output.odds or (None,) * len(wanted)
-            for note, drafts, each in zip(wanted, output.drafts, odds, strict=True):
+            output = self._executor.draft(DraftInput(tuple(map(self._draft_chunk, wanted))))
+            draft_probs = output.draft_probs or (None,) * len(wanted)
+            for note, drafts, each in zip(wanted, output.drafts, draft_probs, strict=True):
                 if note.request.state is not State.RUNNING:
                     continue
                 note.request.drafts = drafts
                 if each is not None:
-                    self._odds[note.request.request_id] = each
+                    self._draft_probs[note.request.request_id] = each
 
     def adopted(self, request: Request) -> None:
         """Prefill's first token was taken over, and nothing was computed: whoever drafts from the text can do so now;
         others have no hidden state yet."""
         if self._text is not None:
-            self.draft([Note(request, 0, request.num_computed, ())])
+            self.draft([ComputedChunk(request, 0, request.num_computed, ())])
 
-    def _num_drafts(self, note: Note) -> int:
+    def _num_drafts(self, note: ComputedChunk) -> int:
         """No more than can be of use: the last token of an answer is never computed."""
         request = note.request
         if request.state is not State.RUNNING or request.for_remote or note.num_computed != len(request.tokens) - 1:
@@ -149,31 +149,31 @@ class Speculation:
         left = request.num_prompt_tokens + request.sampling.max_tokens - len(request.tokens)
         return max(0, min(self.card.speculative.num_tokens, left - 1, self._max_model_len - len(request.tokens)))
 
-    def _share(self, note: Note) -> DraftShare:
+    def _draft_chunk(self, note: ComputedChunk) -> DraftChunk:
         request, speculative = note.request, self.card.speculative
-        cold = request.cold_from > 0
+        cold = request.draft_cache_start > 0
         model = speculative.settings.method == "draft_model"
         first = 0 if cold and model else max(0, note.first - speculative.num_modules)
         # As many tokens as any module can read behind what is computed; of a long prompt that is not all.
         stop = max(note.num_computed, note.first) + 1 + speculative.num_modules
         num_drafts = self._num_drafts(note)
-        return DraftShare(
+        return DraftChunk(
             key=self._keys.get(request.request_id) or f"{request.request_id}#{request.num_preemptions}",
             first=first,
             tokens=tuple(request.tokens[first : len(request.tokens) if num_drafts else stop]),
             num_computed=note.num_computed,
             tables=note.tables,
             num_drafts=num_drafts,
-            base=0 if model else request.cold_from,
+            base=0 if model else request.draft_cache_start,
             cold=cold and model,
-            chance=self._chance(request) if num_drafts else None,
+            draft_sampling=self._draft_sampling(request) if num_drafts else None,
         )
 
-    def _chance(self, request: Request) -> Chance | None:
+    def _draft_sampling(self, request: Request) -> DraftSampling | None:
         probabilistic = self.card.speculative.settings.draft_sample_method == "probabilistic"
         if not probabilistic or request.sampling.temperature < GREEDY_BELOW:
             return None
-        return Chance(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
+        return DraftSampling(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
 
 
 def _text_drafter(card: DrafterInfo) -> TextDrafter:

@@ -27,17 +27,18 @@ from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, choose, uniform
-from kvferry.engines.mini.drafting import Note, Speculation
+from kvferry.engines.mini.drafting import ComputedChunk, Speculation
 from kvferry.engines.mini.models.loading import OpenedModel
 from kvferry.engines.mini.models.tokenizer import Detokenizer
 from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.ranks.executor import Executor
+from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockManager
 from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
 from kvferry.engines.mini.scheduling.handoff_results import HandoffResults
 from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.engines.mini.scheduling.request import Request, State
-from kvferry.engines.mini.scheduling.scheduler import ScheduledChunk, Scheduler, StepPlan
+from kvferry.engines.mini.scheduling.scheduler import Scheduler
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
@@ -119,12 +120,12 @@ class Engine:
             prefix_caching=settings.prefix_caching,
             # One module's slots more than R34 asks: a decode engine that drafts deeper looks back further.
             lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and card else 0,
-            tied_tokens=modules,
+            trailing_dependency=modules,
             slots_ahead=card.num_slots_ahead if card else 0,
-            drafts_cold=card is not None and card.starts_cold,
+            drafter_starts_cold=card is not None and card.starts_cold,
             connector=connector,
         )
-        self._landings = HandoffResults(
+        self._handoff_results = HandoffResults(
             self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size
         )
         executor.on_news(lambda: self._wake())
@@ -157,13 +158,13 @@ class Engine:
         request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
         self._number += 1
         if request.from_remote and spec.handoff is not None:
-            request.first_token = self._landings.checked(first_token_of(spec.handoff), request)
+            request.first_token = self._handoff_results.checked(first_token_of(spec.handoff), request)
         self._requests[spec.request_id] = request
         if self._connector is not None:
             self._connector.on_new_request(request)
         elif request.from_remote:
             request.handoff_over = True
-            request.why = "this engine has no connector"
+            request.reason = "this engine has no connector"
         self.scheduler.enter(request)
 
     def _check_length(self, num_prompt: int, max_tokens: int) -> None:
@@ -231,44 +232,44 @@ class Engine:
         """Plan a step and send it on its way. False: there was nothing to compute."""
         depth, num_running = self.executor.depth, len(self.scheduler.running)
         # With several stages each step takes its part of the requests, so that there is one for every stage.
-        plan = self.scheduler.schedule(max_shares=None if depth == 1 else max(1, -(-num_running // depth)))
+        plan = self.scheduler.schedule(max_chunks=None if depth == 1 else max(1, -(-num_running // depth)))
         self._note_stages(plan)  # before the executor, which may compute at once
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
-        if plan.shares or unclean or plan.changes.copies or orders:
+        if plan.chunks or unclean or plan.changes.copies or orders:
             self.executor.submit(self._numbers(plan, unclean), orders)
-        if plan.shares:
+        if plan.chunks:
             self._in_flight.append(plan)
-            for share in plan.shares:
-                share.request.in_flight = True
-        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=why) for r, why in plan.refused]
+            for chunk in plan.chunks:
+                chunk.request.in_flight = True
+        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=reason) for r, reason in plan.refused]
         outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
-        return bool(plan.shares)
+        return bool(plan.chunks)
 
     def _numbers(self, plan: StepPlan, unclean: Sequence[int]) -> StepInput:
         """What the ranks are told of a plan."""
         speculation = self._speculation
-        shares = tuple(
+        chunks = tuple(
             ChunkInput(
-                tuple(share.token_ids),
-                share.start,
-                share.stop,
-                share.request.tables,
-                share.num_logits,
-                speculation.key(share.request) if speculation is not None else "",
+                tuple(chunk.token_ids),
+                chunk.start,
+                chunk.stop,
+                chunk.request.tables,
+                chunk.num_logits,
+                speculation.key(chunk.request) if speculation is not None else "",
             )
-            for share in plan.shares
+            for chunk in plan.chunks
         )
         forget = speculation.take_forgotten() if speculation is not None else ()
-        return StepInput(shares, clear=tuple(unclean), copies=tuple(plan.changes.copies), forget=forget)
+        return StepInput(chunks, clear=tuple(unclean), copies=tuple(plan.changes.copies), forget=forget)
 
     def _note_stages(self, plan: StepPlan) -> None:
         """Who is computed, or waits for KV, for the first time."""
         now_s = self._clock.now_s()
-        for share in plan.shares:
-            if share.request.stages.computing_s is None:
-                share.request.stages = replace(share.request.stages, computing_s=now_s)
+        for chunk in plan.chunks:
+            if chunk.request.stages.computing_s is None:
+                chunk.request.stages = replace(chunk.request.stages, computing_s=now_s)
         for request in self.scheduler.waiting_for_kv.values():
             if request.stages.reserved_s is None:
                 request.stages = replace(request.stages, reserved_s=now_s)
@@ -277,14 +278,14 @@ class Engine:
         """Wait for the oldest step on its way."""
         logits = self.executor.collect().logits
         self._counters.steps += 1
-        for share in plan.shares:
-            share.request.in_flight = False
+        for chunk in plan.chunks:
+            chunk.request.in_flight = False
         chosen = self._choose(plan, logits) if logits is not None else {}
-        alive = [share for share in plan.shares if share.request.state is not State.FINISHED]
+        alive = [chunk for chunk in plan.chunks if chunk.request.state is not State.FINISHED]
         notes = self._keep_books(alive, chosen)
-        outputs += [self._append(share.request, chosen[share.request]) for share in alive if share.request in chosen]
-        open_ones = [share.request for share in alive if share.request.state is not State.FINISHED]
-        left = [request for request in open_ones if request.num_left and request.num_missing <= 0]
+        outputs += [self._append(chunk.request, chosen[chunk.request]) for chunk in alive if chunk.request in chosen]
+        open_ones = [chunk.request for chunk in alive if chunk.request.state is not State.FINISHED]
+        left = [request for request in open_ones if request.num_deferred and request.num_uncomputed <= 0]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
         if self._speculation is not None:
             self._speculation.draft(notes)
@@ -294,22 +295,22 @@ class Engine:
         wanted: list[int] = []
         ready: list[ScheduledChunk] = []
         at = 0
-        for share in plan.shares:
-            if share.num_logits and share.request.state is not State.FINISHED:  # else it was aborted
-                ready.append(share)
-                wanted += range(at, at + share.num_logits)
-            at += share.num_logits
+        for chunk in plan.chunks:
+            if chunk.num_logits and chunk.request.state is not State.FINISHED:  # else it was aborted
+                ready.append(chunk)
+                wanted += range(at, at + chunk.num_logits)
+            at += chunk.num_logits
         if not ready:
             return {}
-        rows = [self._row(share.request) for share in ready]
+        rows = [self._row(chunk.request) for chunk in ready]
         if len(wanted) < at:
             logits = logits[wanted]
-        if all(not share.drafts for share in ready):
+        if all(not chunk.drafts for chunk in ready):
             chosen = [[one] for one in choose(logits, rows)]
         else:
             assert self._speculation is not None, "only speculation makes drafts"
-            chosen = verify(logits, rows, [share.drafts for share in ready], self._speculation.odds(ready))
-        return {share.request: tokens for share, tokens in zip(ready, chosen, strict=True)}
+            chosen = verify(logits, rows, [chunk.drafts for chunk in ready], self._speculation.draft_probs(ready))
+        return {chunk.request: tokens for chunk, tokens in zip(ready, chosen, strict=True)}
 
     def _row(self, request: Request) -> SamplingRow:
         answer = request.tokens[request.num_prompt_tokens :]
@@ -319,17 +320,19 @@ class Engine:
         seed = request.sampling.seed
         return int(uniform(self.settings.seed, request.number) * 2**53) if seed is None else seed
 
-    def _keep_books(self, shares: Sequence[ScheduledChunk], chosen: dict[Request, list[SampledToken]]) -> list[Note]:
+    def _keep_books(
+        self, chunks: Sequence[ScheduledChunk], chosen: dict[Request, list[SampledToken]]
+    ) -> list[ComputedChunk]:
         """The KV of these shares is stored; that of drafts which fell is not the request's."""
         counts = []
-        for share in shares:
-            request = share.request
-            known = share.stop - len(share.drafts)
-            counts.append(known + (len(chosen[request]) - 1 if share.drafts else 0))
-            if counts[-1] < share.stop and self.scheduler.groups.has_state:
+        for chunk in chunks:
+            request = chunk.request
+            known = chunk.stop - len(chunk.drafts)
+            counts.append(known + (len(chosen[request]) - 1 if chunk.drafts else 0))
+            if counts[-1] < chunk.stop and self.scheduler.groups.has_state:
                 # A state cannot lose a token again: the one before the step, and what stood is computed once more.
-                self.scheduler.groups.take_back(request)
-                request.computed(share.start)
+                self.scheduler.groups.restore_state(request)
+                request.computed(chunk.start)
             else:
                 request.computed(counts[-1])
             self.scheduler.remember(request)
@@ -338,10 +341,10 @@ class Engine:
                 self._connector.computed(request, request.tables, request.num_computed)
         if self._speculation is None:
             return []
-        for share in shares:
-            if share.drafts:
-                self._speculation.count(share, len(chosen[share.request]))
-        return self._speculation.note(shares, counts)
+        for chunk in chunks:
+            if chunk.drafts:
+                self._speculation.count(chunk, len(chosen[chunk.request]))
+        return self._speculation.note(chunks, counts)
 
     def _append(self, request: Request, chosen: Sequence[SampledToken]) -> Output:
         first, finish = request.first_token, None
@@ -402,11 +405,11 @@ class Engine:
 
     def _settle(self, outcome: Outcome, outputs: list[Output]) -> None:
         """What became of hand-offs since the last step."""
-        settled = self._landings.settle(outcome)
-        self._unclean += settled.unclean
-        outputs += [output for request in settled.adopt if (output := self._adopt(request)) is not None]
-        for request, why in settled.fatal:
-            outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=why))
+        follow_up = self._handoff_results.settle(outcome)
+        self._unclean += follow_up.unclean
+        outputs += [output for request in follow_up.adopt if (output := self._adopt(request)) is not None]
+        for request, reason in follow_up.fatal:
+            outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=reason))
 
     def _adopt(self, request: Request) -> Output | None:
         """The other engine has chosen the first token: no prompt token is computed here."""
@@ -426,10 +429,10 @@ class Engine:
 
     # Ranks that die
 
-    def _break_off(self, why: str, outputs: list[Output]) -> None:
+    def _break_off(self, reason: str, outputs: list[Output]) -> None:
         """All that was open is lost with the ranks. Told at once; `_go_on` is for the next call."""
-        logger.error("every request ends requests=%d cause=%s", len(self._requests), why)
-        told = f"a process of this engine has died: {why}. Send the request again."
+        logger.error("every request ends requests=%d cause=%s", len(self._requests), reason)
+        told = f"a process of this engine has died: {reason}. Send the request again."
         for request in self._requests.values():
             request.state = State.FINISHED
             outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=told))
@@ -458,7 +461,7 @@ class Engine:
 
 
 def _first_token(request: Request) -> FirstToken | None:
-    if request.num_left:
+    if request.num_deferred:
         return None
     chosen = request.chosen
     return FirstToken(

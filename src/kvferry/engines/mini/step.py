@@ -30,7 +30,7 @@ class ChunkInput:
 class StepInput:
     """One step, as every rank gets it. In this order: copies (all are read before one is written), clear, shares."""
 
-    shares: tuple[ChunkInput, ...] = ()
+    chunks: tuple[ChunkInput, ...] = ()
     """Those of one token first."""
     clear: tuple[int, ...] = ()
     """Pages to be zeroed before anybody writes to them."""

@@ -77,8 +77,8 @@ def _logits(executor: Executor, prompt: list[int]) -> torch.Tensor:
         tables.append(BlockTable(group, 0, range(first, first + (1 if spec.kind is CacheKind.STATE else size))))
     parts = []
     for start, stop in ((0, len(prompt) - 3), (len(prompt) - 3, len(prompt) - 1), (len(prompt) - 1, len(prompt))):
-        share = ChunkInput(tuple(prompt[start:stop]), start, stop, tuple(tables), stop - start)
-        executor.submit(StepInput((share,)), StepOrders())
+        chunk = ChunkInput(tuple(prompt[start:stop]), start, stop, tuple(tables), stop - start)
+        executor.submit(StepInput((chunk,)), StepOrders())
         logits = executor.collect().logits
         assert logits is not None
         parts.append(logits.clone())

@@ -123,9 +123,11 @@ def test_no_request_is_given_more_than_it_needs(shape: str) -> None:
     groups = position_engine(
         layers_of(**SHAPES[shape]), block_tokens=4, num_blocks=10, max_batch_tokens=8
     ).scheduler.groups
-    for goal in range(1, 80):
-        for brought in (None, *range(1, goal + 1)):
-            assert sum(groups.admission(groups.nothing(), goal, brought)) <= groups.need(goal), (goal, brought)
+    for num_target_tokens in range(1, 80):
+        for remote_stop in (None, *range(1, num_target_tokens + 1)):
+            assert sum(groups.admission(groups.nothing(), num_target_tokens, remote_stop)) <= groups.need(
+                num_target_tokens
+            ), (num_target_tokens, remote_stop)
 
 
 def one(engine: Engine, name: str, tokens: Sequence[int], max_tokens: int = 3) -> Any:

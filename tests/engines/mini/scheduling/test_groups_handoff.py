@@ -214,7 +214,7 @@ def test_nothing_is_computed_twice(
         account = account_of(outputs)
         assert (account.handed_over, account.cached) == (length - left(shape), 0)
         assert account.recomputed == left(shape)
-        assert ("recurrent state" in account.why) == bool(left(shape)), account.why
+        assert ("recurrent state" in account.reason) == bool(left(shape)), account.reason
     again = account_of(pair.go([prompt(50, 50)])[0])  # a hit on both sides
     assert again.recomputed == left(shape)
     assert again.cached > 0 or shape == "windows"
@@ -295,7 +295,7 @@ def test_a_hand_off_that_fails_is_computed_from_what_decode_can_use(make_pair: M
     account = account_of(done)
     assert account.handed_over == 0
     assert account.cached == 24
-    assert "shutting down" in account.why
+    assert "shutting down" in account.reason
     assert pair.d.engine.blocks.num_free == pair.d.engine.blocks.num_usable
 
 
@@ -306,10 +306,10 @@ def test_truncation_happens_once(make_pair: MakePair) -> None:  # R33
     pair.p.engine.add(ask("r", prompt(40), HandoffParams(do_remote_decode=True, transfer_id="t"), max_tokens=1))
     pair.p.engine.step()
     request: Request = scheduler.running[0]
-    assert request.goal == 39
+    assert request.num_target_tokens == 39
     request.handoff_open = False
     scheduler._preempt(request)
-    assert request.goal == 39
+    assert request.num_target_tokens == 39
     outputs: list[Output] = []
     while not outputs:
         outputs = pair.p.engine.step()
@@ -390,7 +390,7 @@ def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> No
         done += engine.step()
     assert tokens_of(done) == answer(prompt(31), 3)
     assert account_of(done).recomputed == 31
-    assert f"prefill handed over {arrived} tokens" in account_of(done).why
+    assert f"prefill handed over {arrived} tokens" in account_of(done).reason
 
 
 def test_decode_hears_at_once_that_a_prefill_was_aborted_in_the_queue(make_pair: MakePair) -> None:
@@ -468,7 +468,7 @@ def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[in
         for output in pair.d.engine.step():
             done[output.request_id].append(output)
             if output.finish_reason is not None:
-                pair.reasons.append(account_of([output]).why)
+                pair.reasons.append(account_of([output]).reason)
         pair.p.engine.check()
         pair.d.engine.check()
         idle = not pair.p.engine.has_work() and not pair.d.engine.has_work()

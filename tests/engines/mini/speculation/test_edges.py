@@ -61,18 +61,18 @@ def test_truncation_stands_when_prefill_preempts(
     prefill, decode = pair.prefill.engine, pair.engine
     prefill.add(replace(asked, handoff=params, sampling=replace(asked.sampling, max_tokens=1)))
     request = next(iter(prefill._requests.values()))
-    assert request.num_left == DEPTH
+    assert request.num_deferred == DEPTH
     if mode is TransferMode.PUSH:
         decode.add(replace(asked, handoff=pair._address(params)))
     schedule, count = prefill.scheduler.schedule, 0
 
-    def preempt_once(max_shares: int | None = None) -> object:
+    def preempt_once(max_chunks: int | None = None) -> object:
         nonlocal count
         if count == steps and request in prefill.scheduler.running:
             prefill.scheduler._preempt(request)
-            assert (request.num_left, request.num_computed) == (DEPTH, 0)
+            assert (request.num_deferred, request.num_computed) == (DEPTH, 0)
         count += 1
-        return schedule(max_shares=max_shares)
+        return schedule(max_chunks=max_chunks)
 
     prefill.scheduler.schedule = preempt_once  # type: ignore[method-assign,assignment]
     answer: list[int] = []
@@ -86,7 +86,7 @@ def test_truncation_stands_when_prefill_preempts(
             assert output.error is None
             answer += output.token_ids
         pause.wait(0.0005)
-    assert request.num_left == DEPTH
+    assert request.num_deferred == DEPTH
     assert prefill.stats().preemptions == (1 if steps < 4 else 0)
     assert [answer] == plain(byte_mtp, [prompt], 16)
     pair._settle(give_up_s, pause)

@@ -54,8 +54,8 @@ def test_any_depth_on_either_side(
         account = one.last.account
         assert (account.handed_over, account.cached, account.recomputed) == (cut, 0, len(prompt) - cut), len(prompt)
         if k_d >= k_p:
-            assert ("the drafter reads ahead" in account.why) == (cut < len(prompt)), account
-        assert bool(account.why) == (cut < len(prompt)), account
+            assert ("the drafter reads ahead" in account.reason) == (cut < len(prompt)), account
+        assert bool(account.reason) == (cut < len(prompt)), account
     same = k_d > 0 and max(k_p, k_d) > 1  # else the first step has no hidden state, and no drafts: see below
     if same:
         assert accepted(pair) == accepted(alone)
@@ -183,7 +183,7 @@ def test_truncation_happens_once_beside_preemption(serving: MakeServing, plain: 
     for prompt, one in zip(prompts, served, strict=True):
         assert one.last is not None
         assert one.last.account is not None
-        assert one.last.account.handed_over in (len(prompt) - 3, 0) or "preempted" in one.last.account.why
+        assert one.last.account.handed_over in (len(prompt) - 3, 0) or "preempted" in one.last.account.reason
 
 
 def test_aborts_on_either_side_leave_nothing_behind(serving: MakeServing, byte_mtp: str) -> None:  # R28

@@ -11,7 +11,7 @@ from kvferry.engines.mini.api import SamplingParams
 from kvferry.engines.mini.compute.sampling import SamplingRow, choose, probabilities
 from kvferry.engines.mini.speculation import rejection
 from kvferry.engines.mini.speculation import sampled_drafts as draws
-from kvferry.engines.mini.speculation.draft_records import Chance
+from kvferry.engines.mini.speculation.draft_records import DraftSampling
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
 from kvferry.engines.mini.speculation.settings import SpeculationSettings
 from kvferry.errors import ConfigError
@@ -42,21 +42,21 @@ class World:
     def answers(self, num: int, *, told: "World | None" = None) -> tuple[list[list[int]], int]:
         """One step of `num` requests behind token 0, and how many drafts stood. `told`: the odds that the verification
         hears are those of another drafter."""
-        rows, drafts, odds, logits = [], [], [], []
+        rows, drafts, draft_probs, logits = [], [], [], []
         for seed in range(num):
             rows.append(SamplingRow(self.sampling, seed, [0], [], frozenset()))
-        made = [Drafts(Chance(self.sampling, seed, 0)) for seed in range(num)]
-        heard = [Drafts(one.chance) for one in made]
+        made = [Drafts(DraftSampling(self.sampling, seed, 0)) for seed in range(num)]
+        others = [Drafts(one.draft_sampling) for one in made]
         for _ in range(DEPTH):
             last = [one.tokens[-1] if one.tokens else 0 for one in made]
             name_next(self.drafter[last].clone(), made)
             if told is not None:
-                name_next(told.drafter[last].clone(), heard)
-        for one, other in zip(made, heard if told is not None else made, strict=True):
+                name_next(told.drafter[last].clone(), others)
+        for one, other in zip(made, others if told is not None else made, strict=True):
             drafts.append(one.result(DEPTH)[0])
-            odds.append(other.result(DEPTH)[1])
+            draft_probs.append(other.result(DEPTH)[1])
             logits.append(self.target[[0, *drafts[-1]]])
-        chosen = rejection.verify(torch.cat(logits), rows, drafts, odds)
+        chosen = rejection.verify(torch.cat(logits), rows, drafts, draft_probs)
         return [[each.token for each in one] for one in chosen], sum(len(one) - 1 for one in chosen)
 
     def worst(self, answers: list[list[int]]) -> float:
@@ -90,7 +90,7 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
         ("accept_number", lambda seed, place: 0.0),  # every draft stands
         ("accept_number", lambda seed, place: 1.0),  # only drafts that are likelier by the target stand
         ("accept_number", draws.draft_number),  # the number that has drawn the draft once more
-        ("above", lambda target, odds: target),  # the token instead from the target's own distribution
+        ("above", lambda target, draft_probs: target),  # the token instead from the target's own distribution
         ("instead_number", draws.accept_number),  # the number that has let it fall once more
     ],
     ids=["all", "likelier", "same number", "no residual", "number twice"],
@@ -112,16 +112,16 @@ def test_requests_of_all_kinds_in_one_step() -> None:
     """Greedy, by chance with likeliest drafts, with drawn drafts, without drafts: each as if it were alone."""
     random = torch.Generator().manual_seed(3)
     logits = torch.randn(9, VOCAB, generator=random)
-    odds = torch.softmax(torch.randn(2, VOCAB, generator=random), -1)
+    draft_probs = torch.softmax(torch.randn(2, VOCAB, generator=random), -1)
     by_chance = SamplingParams(temperature=1.0, logprobs=2)
     rows = [
         SamplingRow(sampling, seed, [0], [], frozenset())
         for seed, sampling in enumerate([SamplingParams(temperature=0.0), by_chance, by_chance, by_chance])
     ]
     drafts = [[int(logits[0].argmax())], [2, 3], [4, 1], []]
-    together = rejection.verify(logits.clone(), rows, drafts, [None, None, odds, None])
+    together = rejection.verify(logits.clone(), rows, drafts, [None, None, draft_probs, None])
     at = 0
-    for row, proposed, got, each in zip(rows, drafts, together, [None, None, odds, None], strict=True):
+    for row, proposed, got, each in zip(rows, drafts, together, [None, None, draft_probs, None], strict=True):
         mine = logits[at : at + 1 + len(proposed)]
         assert rejection.verify(mine.clone(), [row], [proposed], [each]) == [got]
         for i, chosen in enumerate(got):
@@ -168,7 +168,7 @@ def test_drawn_drafts_in_small_steps_and_with_preemption(serving: MakeServing, b
         assert one.engine.stats().preemptions > 0
         assert accepted(one).rate > 0.2
         one.engine.check()
-        assert not one.engine._speculation._odds  # type: ignore[union-attr]
+        assert not one.engine._speculation._draft_probs  # type: ignore[union-attr]
     assert answers[0] == answers[1]
     assert [len(answer) for answer in answers[0]] == [60] * len(prompts)
 
@@ -186,13 +186,15 @@ def exact(byte_mtp: str) -> dict[tuple[int, ...], float]:
     for _ in range(3):
         prefixes = list(known)
         served = one.serve(ask([PROMPT + prefix for prefix in prefixes], 1, logprobs=TOP))
-        shares = {}
+        probabilities = {}
         for prefix, each in zip(prefixes, served, strict=True):
             assert each.last is not None
             top = each.last.logprobs[0].top
             total = torch.tensor([value for _, value in top]).exp().sum()
-            shares |= {(*prefix, token): known[prefix] * float(torch.tensor(v).exp() / total) for token, v in top}
-        known = shares
+            probabilities |= {
+                (*prefix, token): known[prefix] * float(torch.tensor(v).exp() / total) for token, v in top
+            }
+        known = probabilities
     one.close()
     return known
 
@@ -204,9 +206,13 @@ def _check(one: Serving, exact: dict[tuple[int, ...], float], least: float) -> N
     assert set(got) <= set(exact)
     for length in (1, 2, 3):
         for prefix in {answer[:length] for answer in exact}:
-            share = sum(p for answer, p in exact.items() if answer[:length] == prefix)
+            expected = sum(p for answer, p in exact.items() if answer[:length] == prefix)
             seen = sum(count for answer, count in got.items() if answer[:length] == prefix) / REQUESTS
-            assert abs(seen - share) < 4 * (share * (1 - share) / REQUESTS) ** 0.5 + 1e-3, (prefix, seen, share)
+            assert abs(seen - expected) < 4 * (expected * (1 - expected) / REQUESTS) ** 0.5 + 1e-3, (
+                prefix,
+                seen,
+                expected,
+            )
     assert accepted(one).drafted[0] > REQUESTS
     assert least < accepted(one).rate < 0.999
     again = [[ask([PROMPT], 5, seed=seed, **sampling)[0] for seed in range(8)] for _ in range(2)]

@@ -110,7 +110,7 @@ def test_trained_modules_of_a_hybrid_across_the_hand_off(
         assert one.last is not None
         assert one.last.account is not None
         assert one.last.account.handed_over + one.last.account.cached == max(0, len(prompt) - 3)
-        assert one.last.account.why.startswith("the model keeps a recurrent state")
+        assert one.last.account.reason.startswith("the model keeps a recurrent state")
 
 
 @pytest.mark.parametrize("draft", ["byte-mtp", "windowed"])
@@ -203,7 +203,7 @@ def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
     assert refused[0].last is not None
     assert refused[0].last.account is not None
     assert refused[0].last.account.handed_over == 0
-    assert "speculation.method" in refused[0].last.account.why
+    assert "speculation.method" in refused[0].last.account.reason
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_drafter_on_prefill_alone_is_a_note_and_costs_only_time(
         assert one.last.account is not None
         handed = max(0, len(prompt) - left)
         assert (one.last.account.handed_over, one.last.account.recomputed) == (handed, len(prompt) - handed)
-        assert bool(one.last.account.why) == (handed < len(prompt))
+        assert bool(one.last.account.reason) == (handed < len(prompt))
     note = "speculation.method: decode drafts nothing"
     assert any("verdict=notes" in line and note in line for line in caplog.messages)
     for worker in (pair.prefill, pair.decode):

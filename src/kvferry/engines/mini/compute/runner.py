@@ -24,7 +24,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, shares: Sequence[ChunkInput], hidden: torch.Tensor | None = None, *, last: bool = True
+        self, chunks: Sequence[ChunkInput], hidden: torch.Tensor | None = None, *, last: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Store the KV of all tokens of some shares, of which those of one token come first.
 
@@ -32,14 +32,14 @@ class Runner:
         hidden states [tokens, hidden], and on the last stage logits of the last `num_logits` tokens of each share,
         [rows, vocab_size] in float32, or None.
         """
-        batch = StepBatch(self._cache, shares, self._network.dtype, self._pages)
+        batch = StepBatch(self._cache, chunks, self._network.dtype, self._pages)
         if hidden is None:
-            tokens = list(chain.from_iterable(share.token_ids for share in shares))
+            tokens = list(chain.from_iterable(chunk.token_ids for chunk in chunks))
             hidden = torch.tensor(tokens, device=self._cache.device)
         hidden = self._network.forward(hidden, batch)
         end = 0
         wanted: list[int] = []
-        for share in shares if last else ():
-            end += share.stop - share.start
-            wanted += range(end - share.num_logits, end)
+        for chunk in chunks if last else ():
+            end += chunk.stop - chunk.start
+            wanted += range(end - chunk.num_logits, end)
         return hidden, self._network.logits(hidden[wanted]) if wanted else None

@@ -183,19 +183,19 @@ class Rank:
                 # What we cleared must not be cleared after it has arrived; what is offered must really be there.
                 self.cache.wait_written()
             self.worker.start_step(orders)
-        if not step.shares:
+        if not step.chunks:
             return None
         before = None
         if not self._shard.is_first:
             assert self._stages is not None, "a rank of several stages has a way to the others"
-            before = self._stages.receive(sum(share.stop - share.start for share in step.shares))
-        hidden, logits = self._runner.run(step.shares, before, last=self._shard.is_last)
+            before = self._stages.receive(sum(chunk.stop - chunk.start for chunk in step.chunks))
+        hidden, logits = self._runner.run(step.chunks, before, last=self._shard.is_last)
         if not self._shard.is_last:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             self._stages.send(hidden)
         if self._drafter is not None:
             heard: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # see Llama.listen
-            self._drafter.absorb(step.shares, hidden if heard is None else heard)
+            self._drafter.absorb(step.chunks, hidden if heard is None else heard)
         return logits
 
     def draft(self, order: DraftInput) -> DraftOutput:
@@ -232,7 +232,7 @@ class LocalExecutor:
     def submit(self, step: StepInput, orders: StepOrders) -> None:
         """See Executor."""
         logits = self._rank.execute(step, orders)
-        if step.shares:
+        if step.chunks:
             self._outcomes.append(StepOutcome(logits))
 
     def collect(self) -> StepOutcome:

@@ -136,7 +136,7 @@ class RankProcess:
         assert self._rank is not None, "the engine sends steps to ranks that have loaded"
         logits = self._rank.execute(todo.step, todo.orders)
         self._seen = todo.number
-        if todo.step.shares and self._shard.is_last and self._shard.tp_rank == 0:
+        if todo.step.chunks and self._shard.is_last and self._shard.tp_rank == 0:
             if logits is None:
                 self._channel.send(StepDone(todo.number, 0, 0))
             else:

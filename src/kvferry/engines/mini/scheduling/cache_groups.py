@@ -11,14 +11,15 @@ brings every state, and of windows what is not here: then FULL alone decides, an
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.connector.lookahead import handoff_tokens
+from kvferry.engines.mini.scheduling.batch import BlockChanges
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager
 from kvferry.engines.mini.scheduling.request import GroupBlocks, Request
 from kvferry.layout.description import CacheGroup, CacheKind
 
-__all__ = ["Changes", "Groups", "PrefixHit", "tokens_handed_over"]
+__all__ = ["Groups", "PrefixHit", "tokens_handed_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +34,6 @@ class PrefixHit:
     def block_ids(self) -> list[int]:
         """Of all groups."""
         return [block for held in self.blocks for block in held.ids]
-
-
-@dataclass(slots=True)
-class Changes:
-    """What a plan does to blocks."""
-
-    fresh: list[int] = field(default_factory=list)
-    """To be cleared before anybody writes to them."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """From block to block, before that."""
-    snapshots: list[tuple[int, BlockHash, int]] = field(default_factory=list)
-    """Copies of states, with their hash and group: known from the next plan on."""
-    pins: list[int] = field(default_factory=list)
-    """Blocks that a copy reads: not to be given away by the same plan."""
 
 
 class Groups:
@@ -169,18 +156,19 @@ class Groups:
 
     # Taking and giving
 
-    def admission(self, known: PrefixHit, goal: int, brought: int | None) -> list[int]:
-        """How many fresh blocks each group needs for a request of `goal` tokens that begins with `known`.
+    def admission(self, known: PrefixHit, num_target_tokens: int, remote_stop: int | None) -> list[int]:
+        """How many fresh blocks each group needs for a request of `num_target_tokens` tokens that begins with `known`.
 
-        `brought`: the tokens before it come from another engine, with the windows at their end. A window gets what it
-        will need at its worst moment, so that a request that must not be preempted can go on for ever.
+        `remote_stop`: the tokens before it come from another engine, together with the windows that end there. A window
+        group gets as many blocks as it ever needs at once, so that a request that must not be preempted never waits
+        for another block.
         """
-        end, counts = self.num_blocks(goal), []
+        end, counts = self.num_blocks(num_target_tokens), []
         for group, (spec, held) in enumerate(zip(self.specs, known.blocks, strict=True)):
             if spec.kind is CacheKind.STATE:
                 counts.append(1)
                 continue
-            begin = max(known.num_tokens // self._size, self._begin(group, held, brought))
+            begin = max(known.num_tokens // self._size, self._begin(group, held, remote_stop))
             missing = end - begin
             if spec.kind is CacheKind.WINDOW:
                 # Blocks that it begins with others may refer to as well: to give them up frees nothing.
@@ -188,11 +176,11 @@ class Groups:
             counts.append(missing)
         return counts
 
-    def _begin(self, group: int, held: GroupBlocks, brought: int | None) -> int:
-        return held.first if held.ids or brought is None else self.first_needed(group, brought)
+    def _begin(self, group: int, held: GroupBlocks, remote_stop: int | None) -> int:
+        return held.first if held.ids or remote_stop is None else self.first_needed(group, remote_stop)
 
     def admit(
-        self, request: Request, known: PrefixHit, counts: Sequence[int], brought: int | None, changes: Changes
+        self, request: Request, known: PrefixHit, counts: Sequence[int], remote_stop: int | None, changes: BlockChanges
     ) -> None:
         """Give a request its blocks. The caller has asked `fits`."""
         request.blocks, request.block_tokens = [], self._size
@@ -208,7 +196,7 @@ class Groups:
                 request.blocks.append(GroupBlocks(0, fresh, state=True))
                 continue
             changes.fresh += fresh
-            first = max(self._begin(group, held, brought), 0 if held.ids else known.num_tokens // self._size)
+            first = max(self._begin(group, held, remote_stop), 0 if held.ids else known.num_tokens // self._size)
             request.blocks.append(GroupBlocks(first, [*held.ids, *fresh]))
         request.num_computed = known.num_tokens
         request.num_remembered = known.num_tokens // self._size
@@ -222,7 +210,7 @@ class Groups:
         place.
         """
         end, missing = self.num_blocks(stop), 0
-        prefilling = request.num_missing > 1
+        prefilling = request.num_uncomputed > 1
         for group, held in enumerate(request.blocks):
             if held.state:
                 continue
@@ -236,7 +224,7 @@ class Groups:
             missing += more
         return missing
 
-    def extend(self, request: Request, stop: int, changes: Changes) -> None:
+    def extend(self, request: Request, stop: int, changes: BlockChanges) -> None:
         """The blocks that `trim` has found missing. The caller has asked `fits`."""
         end = self.num_blocks(stop)
         for held in request.blocks:
@@ -245,7 +233,7 @@ class Groups:
                 held.ids += fresh
                 changes.fresh += fresh
 
-    def stretch(self, request: Request, stop: int, changes: Changes) -> int:
+    def stretch(self, request: Request, stop: int, changes: BlockChanges) -> int:
         """Blocks up to `stop`, if there are any, for tokens that are only guessed. The request has room up to here."""
         room = min((held.end * self._size for held in request.blocks if not held.state), default=stop)
         if room >= stop:
@@ -254,7 +242,7 @@ class Groups:
             self.extend(request, stop, changes)
         return min((held.end * self._size for held in request.blocks if not held.state), default=stop)
 
-    def set_aside(self, request: Request, changes: Changes) -> bool:
+    def save_state(self, request: Request, changes: BlockChanges) -> bool:
         """Keep the states as they are before a step with drafts. False: there is no block for them."""
         states = [request.blocks[group] for group in self._states]
         missing = [held for held in states if len(held.ids) == 1]
@@ -265,18 +253,18 @@ class Groups:
         changes.copies += [(held.ids[0], held.ids[1]) for held in states]
         return True
 
-    def take_back(self, request: Request) -> None:
+    def restore_state(self, request: Request) -> None:
         """A draft fell: the states are those that were set aside."""
         for group in self._states:
             request.blocks[group].ids.reverse()
 
     def landed(self, request: Request) -> None:
-        """Another engine has brought its tokens, up to `brought`, with windows and states as they are there."""
-        request.state_tokens = request.brought
+        """Another engine has brought its tokens, up to `remote_stop`, with windows and states as they are there."""
+        request.state_tokens = request.remote_stop
         for group in self._windows:
             window = self.specs[group].window_tokens or 0
             # Before that only what both sides happened to have was moved: no whole block for anybody else.
-            request.blocks[group].whole_from = self.num_blocks(max(0, request.brought - window + 1))
+            request.blocks[group].first_complete_block = self.num_blocks(max(0, request.remote_stop - window + 1))
 
     # Remembering
 
@@ -285,11 +273,13 @@ class Groups:
         whole = num_tokens // self._size
         for group, held in enumerate(request.blocks):
             if not held.state:
-                for at in range(max(request.num_remembered, held.first, held.whole_from), min(whole, held.end)):
+                for at in range(
+                    max(request.num_remembered, held.first, held.first_complete_block), min(whole, held.end)
+                ):
                     self._blocks.remember(held.ids[at - held.first], request.hashes[at], group)
         request.num_remembered = max(request.num_remembered, whole)
 
-    def snapshot(self, request: Request, changes: Changes) -> None:
+    def snapshot(self, request: Request, changes: BlockChanges) -> None:
         """Copy the states of a request that is about to go on, if it stands at the end of a whole block.
 
         While a prompt is computed, copies may take the place of older known blocks; beside an answer only clean blocks
@@ -330,7 +320,7 @@ class Groups:
             and len(request.hashes) >= at // self._size
         )
 
-    def settle(self, changes: Changes) -> None:
+    def settle(self, changes: BlockChanges) -> None:
         """The plan is made: snapshots are known, and what copies read may be given away by the next one."""
         for page, key, group in changes.snapshots:
             self._blocks.remember(page, key, group)

@@ -13,13 +13,13 @@ from kvferry.ids import RequestId
 from kvferry.stats import HandoffTiming
 from kvferry.wire.first_token import FirstToken, decode_first_token
 
-__all__ = ["HandoffResults", "Settled"]
+__all__ = ["FollowUp", "HandoffResults"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Settled:
+class FollowUp:
     """What is left for the engine to do after the end of some hand-offs."""
 
     adopt: list[Request] = field(default_factory=list)
@@ -41,34 +41,34 @@ class HandoffResults:
         self._clock = clock
         self._vocab_size = vocab_size
 
-    def settle(self, outcome: Outcome) -> Settled:
+    def settle(self, outcome: Outcome) -> FollowUp:
         """Put each request where it goes on, and give blocks back."""
-        settled = Settled()
+        follow_up = FollowUp()
         for landed in outcome.landed:
             request = self._requests.get(landed.request)
             if request is not None:
-                self._land(request, landed, settled)
+                self._land(request, landed, follow_up)
         for failed in (*outcome.failed, *outcome.fatal):
             request = self._requests.get(failed.request)
             if request is None or request.state is not State.WAITING_FOR_KV:
                 continue
             logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
             request.handoff_open, request.handoff_over = False, True
-            request.why = failed.reason
+            request.reason = failed.reason
             if failed in outcome.fatal:
                 self._scheduler.blocks.hold(failed.transfer, request.block_ids)
                 request.blocks = []
-                settled.fatal.append((request, failed.reason))
+                follow_up.fatal.append((request, failed.reason))
                 continue
             self._scheduler.remove(request)
             if failed.transfer in outcome.released:
-                self._keep(request, failed, settled)
+                self._keep(request, failed, follow_up)
             else:
                 self._scheduler.give_up_blocks(request, failed.transfer)
                 self._scheduler.enqueue(request)
         for transfer in outcome.released:
             self._scheduler.blocks.release(transfer)
-        return settled
+        return follow_up
 
     def checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
         """A first token from outside, if it is one: it must be in the vocabulary, with logprobs if asked for."""
@@ -76,7 +76,7 @@ class HandoffResults:
             return None
         return first if request.sampling.logprobs is None or first.logprob is not None else None
 
-    def _keep(self, request: Request, failed: Failed, settled: Settled) -> None:
+    def _keep(self, request: Request, failed: Failed, follow_up: FollowUp) -> None:
         """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
         if not self._scheduler.groups.all_full:  # of windows and states nothing is known before the end
             self._restart(request)
@@ -87,7 +87,7 @@ class HandoffResults:
             request.num_computed = arrived
             request.num_handed_over = arrived - request.num_cached
         for held in request.blocks:
-            settled.unclean += held.ids[request.num_computed // size :]
+            follow_up.unclean += held.ids[request.num_computed // size :]
         self._scheduler.run(request)
         self._scheduler.landed(request)
 
@@ -96,7 +96,7 @@ class HandoffResults:
         self._scheduler.give_up_blocks(request, None)
         self._scheduler.enqueue(request)
 
-    def _land(self, request: Request, landed: Landed, settled: Settled) -> None:
+    def _land(self, request: Request, landed: Landed, follow_up: FollowUp) -> None:
         """The prompt's KV is in our blocks: go on behind it."""
         now_s = self._clock.now_s()
         request.stages = replace(request.stages, landing_s=now_s - landed.transfer_s, landed_s=now_s)
@@ -119,8 +119,8 @@ class HandoffResults:
         self._scheduler.remove(request)
         nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
         if not self._scheduler.groups.all_full:
-            if request.num_computed != request.brought or nothing_to_compute:
-                request.why = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
+            if request.num_computed != request.remote_stop or nothing_to_compute:
+                request.reason = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
                 self._restart(request)
                 return
             self._scheduler.groups.landed(request)
@@ -130,12 +130,12 @@ class HandoffResults:
         request.num_handed_over = request.num_computed - request.num_cached
         if request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
-            request.why = self._scheduler.why_tail(request) or (
+            request.reason = self._scheduler.tail_reason(request) or (
                 f"prefill handed over all but the last {missing} prompt tokens"
             )
         self._scheduler.landed(request)
-        if request.num_missing == 0:
-            settled.adopt.append(request)
+        if request.num_uncomputed == 0:
+            follow_up.adopt.append(request)
 
 
 def _first_token_in(note: bytes) -> FirstToken | None:

@@ -35,7 +35,7 @@ class GroupBlocks:
     state: bool = False
     """One block, which holds the state after all tokens that are computed; and, of a request with drafts, a second one:
     the state before its last step, which is what there is if a draft falls."""
-    whole_from: int = 0
+    first_complete_block: int = 0
     """Blocks before this one may lack tokens that no window at the end of a hand-off needs: not for other requests."""
 
     @property
@@ -68,15 +68,15 @@ class Request:
         """Blocks whose content was given to the prefix cache, from the first."""
         self.answer_snapshot: BlockHash | None = None
         """Up to where a snapshot of the states was taken while the answer grew."""
-        self.num_left = 0
+        self.num_deferred = 0
         """Prefill: so many tokens at the end of the prompt are decode's to compute. Set once (R33)."""
-        self.brought = 0
+        self.remote_stop = 0
         """Decode: the other engine brings the tokens before this one."""
         self.in_flight = False
         """A step that computes it is on its way: it is not planned, and not preempted."""
         self.drafts: tuple[int, ...] = ()
         """What the tokens behind the known ones may be; verified by the next step."""
-        self.cold_from = 0
+        self.draft_cache_start = 0
         """Decode: the drafter's cache begins at this token, for prefill has no drafter. 0: it is whole."""
         self.num_preemptions = 0
         self.handoff_over = False
@@ -89,7 +89,7 @@ class Request:
         """Of the last token chosen."""
         self.num_cached = 0
         self.num_handed_over = 0
-        self.why = ""
+        self.reason = ""
         self.timing: HandoffTiming | None = None
         self.stages = StageTimes(arrived_s)
         self.accounted = False
@@ -120,14 +120,14 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
-    def goal(self) -> int:
+    def num_target_tokens(self) -> int:
         """Tokens to compute before the next one can be chosen, or before another engine goes on."""
-        return len(self.tokens) - self.num_left
+        return len(self.tokens) - self.num_deferred
 
     @property
-    def num_missing(self) -> int:
+    def num_uncomputed(self) -> int:
         """Those that are still to be computed; 1 while decoding."""
-        return self.goal - self.num_computed
+        return self.num_target_tokens - self.num_computed
 
     @property
     def block_ids(self) -> list[int]:
@@ -171,5 +171,5 @@ class Request:
             handed_over=self.num_handed_over,
             cached=self.num_cached,
             recomputed=self.num_prompt_tokens - self.num_handed_over - self.num_cached,
-            why=self.why,
+            reason=self.reason,
         )

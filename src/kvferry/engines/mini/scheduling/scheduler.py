@@ -16,54 +16,17 @@ Decoding requests come first in a step, then pieces of prompts, oldest first, un
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvferry.connector.base import Match, SchedulerHalf
 from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
+from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
-from kvferry.engines.mini.scheduling.cache_groups import Changes, Groups, PrefixHit
+from kvferry.engines.mini.scheduling.cache_groups import Groups, PrefixHit
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.description import CacheGroup
 
-__all__ = ["ScheduledChunk", "Scheduler", "StepPlan"]
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Compute tokens [start, stop) of a request."""
-
-    request: Request
-    start: int
-    stop: int
-    drafts: tuple[int, ...] = ()
-    """The last tokens of it, which are only guessed."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Those tokens."""
-        return [*self.request.tokens[self.start : self.stop], *self.drafts]
-
-    @property
-    def num_logits(self) -> int:
-        """Behind how many of its last tokens the next one is to be chosen: the last known token, and each draft."""
-        return 1 + len(self.drafts) if self.stop >= len(self.request.tokens) else 0
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step does."""
-
-    shares: list[ScheduledChunk] = field(default_factory=list)
-    """Decoding requests, a token each, then pieces of prompts."""
-    changes: Changes = field(default_factory=Changes)
-    """What has to be done to blocks before."""
-    adopted: list[Request] = field(default_factory=list)
-    """Their whole prompt was in our prefix cache and the other engine chose the first token: nothing to compute."""
-    complete: list[Request] = field(default_factory=list)
-    """Prefill: all that another engine wants of these is there, without computing anything."""
-    refused: list[tuple[Request, str]] = field(default_factory=list)
-    """The connector ended these, with a message for the client."""
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -79,14 +42,15 @@ class Scheduler:
         max_running: int,
         prefix_caching: bool,
         lookahead: int = 0,
-        tied_tokens: int = 0,
+        trailing_dependency: int = 0,
         slots_ahead: int = 0,
-        drafts_cold: bool = False,
+        drafter_starts_cold: bool = False,
         connector: SchedulerHalf | None = None,
     ) -> None:
-        """`specs`: of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens. `tied_tokens`: on
-        so many tokens behind a block its content depends. `slots_ahead`: a drafter writes so far behind the tokens.
-        `drafts_cold`: what another engine hands over has nothing for our drafter."""
+        """`specs`: the cache groups of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens.
+        `trailing_dependency`: how many tokens after a block influence its content (MTP). `slots_ahead`: how many slots
+        after the last token a drafter writes to. `drafter_starts_cold`: KV from another engine has nothing for our
+        drafter."""
         self.blocks = blocks
         self.groups = Groups(
             specs,
@@ -104,15 +68,15 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching
-        self._tied = tied_tokens
+        self._trailing_dependency = trailing_dependency
         self._slots_ahead = slots_ahead
-        self._drafts_cold = drafts_cold
+        self._drafter_starts_cold = drafter_starts_cold
         self._connector = connector
 
     def enter(self, request: Request) -> None:
         """A new request. How much of its prompt is left to decode is settled here, once (R33)."""
         if request.for_remote:
-            request.num_left = self._left_to_decode(request)
+            request.num_deferred = self._left_to_decode(request)
         self.enqueue(request)
 
     def _left_to_decode(self, request: Request) -> int:
@@ -139,29 +103,29 @@ class Scheduler:
         elif request.state is State.RUNNING:
             self.running.remove(request)
 
-    def schedule(self, max_shares: int | None = None) -> StepPlan:
-        """Plan the next step; of the running requests at most `max_shares` take part, those in flight never."""
+    def schedule(self, max_chunks: int | None = None) -> StepPlan:
+        """Plan the next step; of the running requests at most `max_chunks` take part, those in flight never."""
         plan = StepPlan()
         budget = self._max_batch_tokens
         preempted = self.num_preemptions
         for decoding in (True, False):
-            for request in [r for r in self.running if not r.in_flight and (r.num_missing == 1) is decoding]:
-                if max_shares is not None and len(plan.shares) >= max_shares:
+            for request in [r for r in self.running if not r.in_flight and (r.num_uncomputed == 1) is decoding]:
+                if max_chunks is not None and len(plan.chunks) >= max_chunks:
                     break
-                count = min(request.num_missing, budget)
+                count = min(request.num_uncomputed, budget)
                 if count and request.state is State.RUNNING:
                     stop = self._cut(request, request.num_computed + count)
                     if self._grow(request, stop, plan):
-                        budget -= self._add_share(plan, request, stop, budget)
+                        budget -= self._add_chunk(plan, request, stop, budget)
         # A request preempted after its turn must not run; nor is there room for new ones then.
-        plan.shares = [share for share in plan.shares if share.request.state is State.RUNNING]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
             self._admit(plan, budget)
-        plan.shares.sort(key=lambda share: share.stop - share.start > 1)
+        plan.chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         self.groups.settle(plan.changes)
         return plan
 
-    def _add_share(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
+    def _add_chunk(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
         """How many tokens it has: with drafts, as far as they fit."""
         self.groups.snapshot(request, plan.changes)
         start, drafts = request.num_computed, request.drafts if stop == len(request.tokens) else ()
@@ -170,24 +134,24 @@ class Scheduler:
             wanted = stop + len(drafts) + self._slots_ahead
             room = self.groups.stretch(request, wanted, plan.changes)
             drafts = drafts[: max(0, room - stop)]
-        if drafts and self.groups.has_state and not self.groups.set_aside(request, plan.changes):
+        if drafts and self.groups.has_state and not self.groups.save_state(request, plan.changes):
             drafts = ()
-        share = ScheduledChunk(request, start, stop + len(drafts), drafts)
-        plan.shares.append(share)
-        return share.stop - start
+        chunk = ScheduledChunk(request, start, stop + len(drafts), drafts)
+        plan.chunks.append(chunk)
+        return chunk.stop - start
 
     def _cut(self, request: Request, stop: int) -> int:
         """A prompt is cut where a snapshot of its states serves others: at the end of its last whole block, and of a
         block wherever it is cut anyway."""
-        if not (self.groups.has_state and self._prefix_caching) or request.num_missing <= 1:
+        if not (self.groups.has_state and self._prefix_caching) or request.num_uncomputed <= 1:
             return stop
         if request.num_computed >= request.num_prompt_tokens:
             return stop  # part of an answer, computed again behind a draft that fell
-        last = (request.goal - (0 if request.num_left else 1)) // self.block_tokens * self.block_tokens
+        last = (request.num_target_tokens - (0 if request.num_deferred else 1)) // self.block_tokens * self.block_tokens
         if request.num_computed < last < stop:
             return last
         whole = stop // self.block_tokens * self.block_tokens
-        return whole if request.num_computed < whole and stop < request.goal else stop
+        return whole if request.num_computed < whole and stop < request.num_target_tokens else stop
 
     def _grow(self, request: Request, stop: int, plan: StepPlan) -> bool:
         """Blocks for the tokens before `stop`, if need be from newer requests. False: the request had to go itself."""
@@ -208,7 +172,7 @@ class Scheduler:
         transfer = self._connector.preempted(request) if self._connector is not None else None
         self.running.remove(request)
         self.give_up_blocks(request, transfer)
-        request.why = request.why or "preempted: the cache was full"
+        request.reason = request.reason or "preempted: the cache was full"
         self.enqueue(request)
 
     def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
@@ -219,19 +183,19 @@ class Scheduler:
                 self.blocks.free(held.ids)
         else:
             self.blocks.hold(transfer, request.block_ids)
-        request.blocks, request.drafts, request.cold_from = [], (), 0
+        request.blocks, request.drafts, request.draft_cache_start = [], (), 0
         request.num_computed = request.num_remembered = request.state_tokens = 0
 
     def landed(self, request: Request) -> None:
         """Tokens before `num_computed` came from another engine."""
-        if self._drafts_cold:
-            request.cold_from = -(-request.num_computed // self.block_tokens) * self.block_tokens
+        if self._drafter_starts_cold:
+            request.draft_cache_start = -(-request.num_computed // self.block_tokens) * self.block_tokens
         self.remember(request)
 
     def remember(self, request: Request) -> None:
         """Whole blocks that are computed, or have landed, may serve other requests from now on."""
-        if self._prefix_caching and request.blocks and not request.cold_from:
-            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._tied)
+        if self._prefix_caching and request.blocks and not request.draft_cache_start:
+            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._trailing_dependency)
             if num_tokens // self.block_tokens > request.num_remembered:
                 chain_hashes(request.hashes, request.tokens, self.block_tokens)
                 self.groups.remember(request, num_tokens)
@@ -240,7 +204,7 @@ class Scheduler:
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
-            known, match, brought, counts = self._look_up(request)
+            known, match, remote_stop, counts = self._look_up(request)
             if match.error:
                 plan.refused.append((request, match.error))
                 continue
@@ -249,12 +213,12 @@ class Scheduler:
             if not self.blocks.fits(known.block_ids, sum(counts)):
                 return  # nobody overtakes a request for which there is no room
             self.waiting.remove(request)
-            self.groups.admit(request, known, counts, brought, plan.changes)
-            self._start(request, match, brought, plan)
-            if request.state is State.RUNNING and request.num_missing > 0:
-                stop = self._cut(request, request.num_computed + min(request.num_missing, budget))
+            self.groups.admit(request, known, counts, remote_stop, plan.changes)
+            self._start(request, match, remote_stop, plan)
+            if request.state is State.RUNNING and request.num_uncomputed > 0:
+                stop = self._cut(request, request.num_computed + min(request.num_uncomputed, budget))
                 if self._grow(request, stop, plan):
-                    budget -= self._add_share(plan, request, stop, budget)
+                    budget -= self._add_chunk(plan, request, stop, budget)
 
     def _look_up(self, request: Request) -> tuple[PrefixHit, Match, int | None, list[int]]:
         """What of a request is here, what comes from outside, up to which token (None: nothing comes), and how many
@@ -262,26 +226,30 @@ class Scheduler:
         hashes = request.hashes
         if self._prefix_caching:
             chain_hashes(hashes, request.tokens, self.block_tokens)
-        known, match, brought = self._find(request, hashes)
-        counts = self.groups.admission(known, request.goal, brought)
+        known, match, remote_stop = self._find(request, hashes)
+        counts = self.groups.admission(known, request.num_target_tokens, remote_stop)
         if known.num_tokens and len(known.block_ids) + sum(counts) > self.blocks.num_usable:
             # Beside its own blocks a request refers to the windows and states that it begins with. Where the whole
             # cache has no room for both it computes them itself: else it would wait for ever.
-            known, match, brought = self._find(request, [])
-            counts = self.groups.admission(known, request.goal, brought)
-        return known, match, brought, counts
+            known, match, remote_stop = self._find(request, [])
+            counts = self.groups.admission(known, request.num_target_tokens, remote_stop)
+        return known, match, remote_stop, counts
 
     def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[PrefixHit, Match, int | None]:
         """The same for the blocks of the prefix cache with these hashes."""
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
         # other engine has chosen it, or will.
-        free = request.num_left or (asks and request.first_token is not None)
-        usable = hashes[: (request.goal - (0 if free else 1)) // self.block_tokens] if self._prefix_caching else []
+        free = request.num_deferred or (asks and request.first_token is not None)
+        usable = (
+            hashes[: (request.num_target_tokens - (0 if free else 1)) // self.block_tokens]
+            if self._prefix_caching
+            else []
+        )
         here = self.groups.find(usable)
-        if self._tied and here.num_tokens:
+        if self._trailing_dependency and here.num_tokens:
             # What the drafter keeps of the last block depends on tokens behind it, which may be others here.
-            usable = usable[: max(0, (here.num_tokens - self._tied) // self.block_tokens)]
+            usable = usable[: max(0, (here.num_tokens - self._trailing_dependency) // self.block_tokens)]
             here = self.groups.find(usable)
         if not asks:
             return here, Match(), None
@@ -301,33 +269,33 @@ class Scheduler:
         assert match.wait or 0 <= match.num_tokens <= max(0, room), f"matched {match.num_tokens} of {room} tokens"
         return match
 
-    def _start(self, request: Request, match: Match, brought: int | None, plan: StepPlan) -> None:
+    def _start(self, request: Request, match: Match, remote_stop: int | None, plan: StepPlan) -> None:
         self._account(request, min(request.num_computed, request.num_prompt_tokens))
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         if asks and (match.num_tokens or not match.reason):
             assert self._connector is not None, "asks"
-            tables = request.tables_at(request.num_computed if brought is None else brought)
+            tables = request.tables_at(request.num_computed if remote_stop is None else remote_stop)
             self._connector.after_alloc(request, tables, request.num_cached)
-        if brought is not None:
+        if remote_stop is not None:
             request.state = State.WAITING_FOR_KV
             request.handoff_open = True
-            request.brought = brought
+            request.remote_stop = remote_stop
             self.waiting_for_kv[request.request_id] = request
             return
         if asks:
-            request.why = match.reason
-            if request.num_missing > 0 and not match.reason:
-                request.why = self.why_tail(request) or (
+            request.reason = match.reason
+            if request.num_uncomputed > 0 and not match.reason:
+                request.reason = self.tail_reason(request) or (
                     f"prefill offered no token beyond the {request.num_cached} that were cached here"
                 )
-            if request.num_missing <= 0:
+            if request.num_uncomputed <= 0:
                 plan.adopted.append(request)
             request.handoff_over = True
-        elif request.num_missing <= 0:
+        elif request.num_uncomputed <= 0:
             plan.complete.append(request)
         self.run(request)
 
-    def why_tail(self, request: Request) -> str:
+    def tail_reason(self, request: Request) -> str:
         """Why decode computes the last tokens of a prompt of which it has all the others; empty if no rule asks it."""
         left = self._left_to_decode(request)
         missing = request.num_prompt_tokens - request.num_computed

@@ -227,7 +227,7 @@ class WorkerServer:
             return_token_ids=bool(body.return_token_ids),
             handoff=handoff,
             on_failure=body.kv_on_failure,
-            why=request.headers.get("x-kvferry-why", ""),
+            reason=request.headers.get("x-kvferry-why", ""),
             first_token_sent=request.headers.get("x-kvferry-first-token") == "sent",
         )
 

@@ -52,10 +52,10 @@ class Draining:
         """Nothing new is taken."""
         return self._begun.is_set()
 
-    def begin(self, why: str) -> None:
+    def begin(self, reason: str) -> None:
         """Take nothing new from now on. Idempotent; never blocks."""
         if not self.begun:
-            logger.info("draining cause=%s open=%d timeout_s=%g", why, self._num_answering(), self._timeout_s)
+            logger.info("draining cause=%s open=%d timeout_s=%g", reason, self._num_answering(), self._timeout_s)
             self._begun.set()
 
     async def wait_ended(self) -> None:

@@ -38,7 +38,7 @@ class Job:
     return_token_ids: bool = False
     handoff: HandoffParams | None = None
     on_failure: FailurePolicy | None = None
-    why: str = ""
+    reason: str = ""
     """Why the router sent this prompt without a hand-off."""
     first_token_sent: bool = False
     """The router has sent the hand-off's first token to the client."""

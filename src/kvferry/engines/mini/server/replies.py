@@ -111,7 +111,7 @@ class Reply:
         return Served.of(
             _sum_accounts(accounts),
             timings[0] if timings else None,
-            why=self._job.why,
+            reason=self._job.reason,
             mode=mode,
             prefill=params.remote_engine_id if params is not None and from_other else self._engine_id,
             decode=None if for_other else self._engine_id,
@@ -256,7 +256,7 @@ def _sum_accounts(accounts: list[PromptAccount]) -> PromptAccount:
         handed_over=sum(one.handed_over for one in accounts),
         cached=sum(one.cached for one in accounts),
         recomputed=sum(one.recomputed for one in accounts),
-        why="; ".join(dict.fromkeys(one.why for one in accounts if one.why)),
+        reason="; ".join(dict.fromkeys(one.reason for one in accounts if one.reason)),
     )
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from kvferry.engines.mini.models.families.base import Batch
-from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput, DraftShare
+from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftOutput
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
 from kvferry.engines.mini.step import ChunkInput
 
@@ -27,7 +27,7 @@ __all__ = ["ChainDrafter", "Drafter", "MakeBatch", "Module"]
 class MakeBatch(Protocol):
     """How the runner's batches are made."""
 
-    def __call__(self, shares: Sequence[ChunkInput]) -> Batch:
+    def __call__(self, chunks: Sequence[ChunkInput], /) -> Batch:
         """Of shares of which those of one token come first."""
         ...
 
@@ -35,7 +35,7 @@ class MakeBatch(Protocol):
 class Drafter(Protocol):
     """A drafter of the last pipeline stage. Every tensor-parallel rank of it makes the same calls in the same order."""
 
-    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
+    def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """The target has computed these shares: rows of `hidden`, in their order; not all of them may stand.
         `hidden`: what `lift` wants: hidden states before the last norm, or those of the auxiliary layers."""
         ...
@@ -85,7 +85,7 @@ class _State:
 class _Job:
     """One request in one call."""
 
-    share: DraftShare
+    chunk: DraftChunk
     state: _State
     known: int
     """Position of the last known token."""
@@ -100,9 +100,9 @@ class _Job:
 
     def token(self, position: int) -> int:
         """A known token, or a draft."""
-        position = max(self.share.first, position - self.state.lost)
+        position = max(self.chunk.first, position - self.state.lost)
         if position <= self.known:
-            return self.share.tokens[position - self.share.first]
+            return self.chunk.tokens[position - self.chunk.first]
         return self.made.tokens[position - self.known - 1]
 
 
@@ -130,20 +130,20 @@ class ChainDrafter:
         self._states: dict[str, _State] = {}
 
     @torch.inference_mode()
-    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
+    def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """See Drafter."""
         lifted = self._modules[0].lift(hidden)
         at = 0
-        for share in shares:
-            rows = lifted[at : at + share.stop - share.start]
+        for chunk in chunks:
+            rows = lifted[at : at + chunk.stop - chunk.start]
             at += len(rows)
-            state = self._states.get(share.key)
+            state = self._states.get(chunk.key)
             if state is None:
                 count = len(self._modules)
                 waiting = [rows.clone(), *[lifted[:0]] * (count - 1)]
-                self._states[share.key] = _State([share.start] * count, waiting, self._lost if share.start else 0)
+                self._states[chunk.key] = _State([chunk.start] * count, waiting, self._lost if chunk.start else 0)
                 continue
-            held = share.start - state.final[0]
+            held = chunk.start - state.final[0]
             assert held <= len(state.waiting[0]), "a request's shares follow one another"
             # A request with states computes tokens again whose drafts fell: what is final stays.
             state.waiting[0] = torch.cat([state.waiting[0][: max(0, held)], rows[max(0, -held) :]])
@@ -151,7 +151,7 @@ class ChainDrafter:
     @torch.inference_mode()
     def draft(self, order: DraftInput) -> DraftOutput:
         """See Drafter."""
-        jobs = [self._job(share) for share in order.shares]
+        jobs = [self._job(chunk) for chunk in order.chunks]
         for i in range(len(self._modules)):
             self._pass(i, jobs)
         depth = len(self._modules)
@@ -159,23 +159,23 @@ class ChainDrafter:
             self._go_deeper(deeper, depth)
             depth += 1
         results = [job.made.result(job.num_drafts) for job in jobs]
-        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(odds for _, odds in results))
+        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(draft_probs for _, draft_probs in results))
 
     def forget(self, keys: Iterable[str]) -> None:
         """See Drafter."""
         for key in keys:
             self._states.pop(key, None)
 
-    def _job(self, share: DraftShare) -> _Job:
-        state = self._states[share.key]
-        _skip_to(state, share.base)
-        known = share.first + len(share.tokens) - 1
-        state.waiting[0] = state.waiting[0][: max(0, share.num_computed - state.final[0])]
-        num_drafts = min(share.num_drafts, self._max_positions - 1 - known)
-        if share.num_computed != known or not len(state.waiting[0]):
+    def _job(self, chunk: DraftChunk) -> _Job:
+        state = self._states[chunk.key]
+        _skip_to(state, chunk.base)
+        known = chunk.first + len(chunk.tokens) - 1
+        state.waiting[0] = state.waiting[0][: max(0, chunk.num_computed - state.final[0])]
+        num_drafts = min(chunk.num_drafts, self._max_positions - 1 - known)
+        if chunk.num_computed != known or not len(state.waiting[0]):
             num_drafts = 0  # nothing can be drafted in the middle of a prompt, nor without a new hidden state
-        made = Drafts(share.chance)
-        return _Job(share, state, known, max(0, num_drafts), state.waiting[0], share.num_computed, made)
+        made = Drafts(chunk.draft_sampling)
+        return _Job(chunk, state, known, max(0, num_drafts), state.waiting[0], chunk.num_computed, made)
 
     def _pass(self, i: int, jobs: Sequence[_Job]) -> None:
         """Module i: what can be final now, and what drafts go on from."""
@@ -210,7 +210,7 @@ class ChainDrafter:
 
     def _name(self, i: int, jobs: Sequence[_Job], last: torch.Tensor) -> None:
         """The next draft of each, from an output of module i each."""
-        if any(job.made.chance is not None for job in jobs):
+        if any(job.made.draft_sampling is not None for job in jobs):
             name_next(self._modules[i].logits(last), [job.made for job in jobs])
         else:
             for job, token in zip(jobs, self._modules[i].choose(last).tolist(), strict=True):
@@ -221,7 +221,7 @@ class ChainDrafter:
     def _has_room(self, job: _Job, depth: int) -> bool:
         """Whether the request has blocks for the slot that the next draft writes."""
         slot = job.known + depth - len(self._modules)
-        return slot < min(table.first_token + len(table.block_ids) * self._block_tokens for table in job.share.tables)
+        return slot < min(table.first_token + len(table.block_ids) * self._block_tokens for table in job.chunk.tables)
 
     def _run(self, i: int, jobs: Sequence[_Job], begins: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
         """Outputs of module i for slots [begin, begin + count) of each request, as one batch."""
@@ -229,16 +229,16 @@ class ChainDrafter:
         outs = [job.source[:0] for job in jobs]
         if not order:
             return outs
-        shares: list[ChunkInput] = []
+        chunks: list[ChunkInput] = []
         tokens: list[int] = []
         for n in order:
             job, begin, end = jobs[n], begins[n], begins[n] + counts[n]
             ids = tuple(job.token(slot + 1 + i) for slot in range(begin, end))
             tokens += ids
-            tables, base = job.share.tables, job.share.base
-            shares.append(ChunkInput(token_ids=ids, start=begin, stop=end, tables=tables, num_logits=0, base=base))
+            tables, base = job.chunk.tables, job.chunk.base
+            chunks.append(ChunkInput(token_ids=ids, start=begin, stop=end, tables=tables, num_logits=0, base=base))
         before = torch.cat([jobs[n].source[: counts[n]] for n in order])
-        out = self._modules[i].run(torch.tensor(tokens, device=self._device), before, self._make_batch(shares))
+        out = self._modules[i].run(torch.tensor(tokens, device=self._device), before, self._make_batch(chunks))
         for n, rows in zip(order, torch.split(out, [counts[n] for n in order]), strict=True):
             outs[n] = rows
         return outs

@@ -10,7 +10,7 @@ import torch
 
 from kvferry.engines.mini.models.families.base import Batch, Network, Sequences
 from kvferry.engines.mini.speculation.chain import MakeBatch
-from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput, DraftShare
+from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftOutput
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
 from kvferry.engines.mini.step import ChunkInput
 
@@ -64,10 +64,10 @@ class DraftModel:
         """Slots [0, n) of a request are computed."""
         self._begun: set[str] = set()
 
-    def absorb(self, shares: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
+    def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
         """See Drafter. Only where a request begins here: what is before has come from a peer or the prefix cache."""
-        for share in shares:
-            self._final.setdefault(share.key, share.start)
+        for chunk in chunks:
+            self._final.setdefault(chunk.key, chunk.start)
 
     def forget(self, keys: Iterable[str]) -> None:
         """See Drafter."""
@@ -78,52 +78,52 @@ class DraftModel:
     @torch.inference_mode()
     def draft(self, order: DraftInput) -> DraftOutput:
         """See Drafter."""
-        known = [share.first + len(share.tokens) - 1 for share in order.shares]
+        known = [chunk.first + len(chunk.tokens) - 1 for chunk in order.chunks]
         counts = [
-            share.num_drafts if share.num_computed == m else 0 for share, m in zip(order.shares, known, strict=True)
+            chunk.num_drafts if chunk.num_computed == m else 0 for chunk, m in zip(order.chunks, known, strict=True)
         ]
-        made = [Drafts(share.chance) for share in order.shares]
+        made = [Drafts(chunk.draft_sampling) for chunk in order.chunks]
         drafts = [one.tokens for one in made]
         begins, ends = [], []
-        for share, m, count in zip(order.shares, known, counts, strict=True):
-            begin = 0 if share.cold and share.key not in self._begun else self._final[share.key]
-            self._begun.add(share.key)
-            end = m + 1 if count else max(begin, share.num_computed)
-            self._final[share.key] = end
+        for chunk, m, count in zip(order.chunks, known, counts, strict=True):
+            begin = 0 if chunk.cold and chunk.key not in self._begun else self._final[chunk.key]
+            self._begun.add(chunk.key)
+            end = m + 1 if count else max(begin, chunk.num_computed)
+            self._final[chunk.key] = end
             begins.append(begin)
             ends.append(end)
-        logits = self._run(order.shares, begins, ends, drafts)
+        logits = self._run(order.chunks, begins, ends, drafts)
         while going := [n for n in logits if len(drafts[n]) < counts[n]]:
             name_next(torch.stack([logits[n] for n in going]), [made[n] for n in going])
             begins = [m + len(d) for m, d in zip(known, drafts, strict=True)]
             ends = [
-                begin + (n in going and len(drafts[n]) < counts[n] and self._has_room(order.shares[n], begin))
+                begin + (n in going and len(drafts[n]) < counts[n] and self._has_room(order.chunks[n], begin))
                 for n, begin in enumerate(begins)
             ]
-            logits = self._run(order.shares, begins, ends, drafts)
+            logits = self._run(order.chunks, begins, ends, drafts)
         results = [one.result(count) for one, count in zip(made, counts, strict=True)]
-        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(odds for _, odds in results))
+        return DraftOutput(tuple(tokens for tokens, _ in results), tuple(draft_probs for _, draft_probs in results))
 
-    def _has_room(self, share: DraftShare, slot: int) -> bool:
+    def _has_room(self, chunk: DraftChunk, slot: int) -> bool:
         most = self._network.config.max_positions
-        held = min(table.first_token + len(table.block_ids) * self._block_tokens for table in share.tables)
+        held = min(table.first_token + len(table.block_ids) * self._block_tokens for table in chunk.tables)
         return slot < min(held, most)
 
     def _run(
-        self, shares: Sequence[DraftShare], begins: Sequence[int], ends: Sequence[int], drafts: Sequence[Sequence[int]]
+        self, chunks: Sequence[DraftChunk], begins: Sequence[int], ends: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> dict[int, torch.Tensor]:
         """[vocab_size] behind each request's [begin, end), by its number; none where that is empty."""
-        order = sorted((n for n in range(len(shares)) if ends[n] > begins[n]), key=lambda n: ends[n] - begins[n] > 1)
+        order = sorted((n for n in range(len(chunks)) if ends[n] > begins[n]), key=lambda n: ends[n] - begins[n] > 1)
         if not order:
             return {}
         inputs = []
         for n in order:
-            text = (*shares[n].tokens, *drafts[n])
-            ids = text[begins[n] - shares[n].first : ends[n] - shares[n].first]
+            text = (*chunks[n].tokens, *drafts[n])
+            ids = text[begins[n] - chunks[n].first : ends[n] - chunks[n].first]
             assert len(ids) == ends[n] - begins[n], "the engine sends all tokens that the drafter has not computed"
-            tables = shares[n].tables
+            tables = chunks[n].tables
             inputs.append(ChunkInput(token_ids=ids, start=begins[n], stop=ends[n], tables=tables, num_logits=1))
-        tokens = torch.tensor([token for share in inputs for token in share.token_ids], device=self._device)
+        tokens = torch.tensor([token for chunk in inputs for token in chunk.token_ids], device=self._device)
         hidden = self._network.forward(tokens, _Renamed(self._make_batch(inputs)))
-        last = torch.tensor([share.stop - share.start for share in inputs]).cumsum(0) - 1
+        last = torch.tensor([chunk.stop - chunk.start for chunk in inputs]).cumsum(0) - 1
         return dict(zip(order, self._network.logits(hidden[last.to(self._device)]), strict=True))

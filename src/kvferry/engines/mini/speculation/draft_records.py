@@ -11,11 +11,11 @@ import torch
 from kvferry.engines.mini.api import SamplingParams
 from kvferry.layout.blocks import BlockTable
 
-__all__ = ["Chance", "DraftInput", "DraftOutput", "DraftShare"]
+__all__ = ["DraftChunk", "DraftInput", "DraftOutput", "DraftSampling"]
 
 
 @dataclass(frozen=True, slots=True)
-class Chance:
+class DraftSampling:
     """Drafts are drawn, not the likeliest: `draft_sample_method` is `probabilistic`, and the request is not greedy."""
 
     sampling: SamplingParams
@@ -25,7 +25,7 @@ class Chance:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftShare:
+class DraftChunk:
     """One request after a step in which it had a share."""
 
     key: str
@@ -44,7 +44,7 @@ class DraftShare:
     """A chain's cache begins here, at the first token of a block: a cold start. Its slots before are never read."""
     cold: bool = False
     """A draft model's cache of the prompt is empty: `first` is 0, and it computes all of it."""
-    chance: Chance | None = None
+    draft_sampling: DraftSampling | None = None
     """None: the drafts are the likeliest tokens."""
 
 
@@ -52,7 +52,7 @@ class DraftShare:
 class DraftInput:
     """One call of the drafter."""
 
-    shares: tuple[DraftShare, ...]
+    chunks: tuple[DraftChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +60,6 @@ class DraftOutput:
     """The drafts of each share of a DraftInput, in its order."""
 
     drafts: tuple[tuple[int, ...], ...]
-    odds: tuple[torch.Tensor | None, ...] = ()
-    """Of shares with a `chance` and drafts: [drafts, vocab_size], float32 on the CPU: from which each was drawn."""
+    draft_probs: tuple[torch.Tensor | None, ...] = ()
+    """Per chunk, the distributions from which its drafts were sampled: [drafts, vocab_size], float32 on the CPU. None
+    for a chunk without `draft_sampling` or without drafts."""

@@ -43,21 +43,21 @@ def verify(
     logits: torch.Tensor,
     rows: Sequence[SamplingRow],
     drafts: Sequence[Sequence[int]],
-    odds: Sequence[torch.Tensor | None] = (),
+    draft_probs: Sequence[torch.Tensor | None] = (),
 ) -> list[list[SampledToken]]:
     """The new tokens of each request: drafts that stand, and the one behind them. 1 to 1 + number of drafts.
 
-    `logits`: [sum of 1 + drafts, vocab_size], float32, of each request the last known token's and its drafts';
-    overwritten. `odds`: of each request [drafts, vocab_size], from which each draft was drawn; None, or empty for all:
-    they are the drafter's likeliest tokens. All are chosen in one go, as of one batch.
+    `logits`: [sum of 1 + drafts, vocab_size], float32: for each request, those of its last known token and of each
+    draft; overwritten. `draft_probs`: for each request [drafts, vocab_size], the distributions from which its drafts
+    were sampled; None if they are the drafter's likeliest tokens. Empty means None for every request.
     """
-    drawn = odds or (None,) * len(rows)
+    drawn = draft_probs or (None,) * len(rows)
     ends = list(accumulate(1 + len(proposed) for proposed in drafts))
     spans = [range(end - 1 - len(proposed), end) for end, proposed in zip(ends, drafts, strict=True)]
-    by_chance = [n for n, each in enumerate(drawn) if each is not None and drafts[n]]
-    others = [n for n in range(len(rows)) if n not in by_chance]
+    sampled = [n for n, each in enumerate(drawn) if each is not None and drafts[n]]
+    others = [n for n in range(len(rows)) if n not in sampled]
     out: dict[int, list[SampledToken]] = {}
-    for chosen_ones, method in ((others, _compare), (by_chance, _reject)):
+    for chosen_ones, method in ((others, _compare), (sampled, _reject)):
         if chosen_ones:
             mine = logits if len(chosen_ones) == len(rows) else logits[[i for n in chosen_ones for i in spans[n]]]
             asked = [_Asked(rows_of(rows[n], drafts[n]), drafts[n], drawn[n]) for n in chosen_ones]
@@ -72,7 +72,7 @@ class _Asked:
     rows: list[SamplingRow]
     """Behind its last known token, and behind each draft."""
     drafts: Sequence[int]
-    odds: torch.Tensor | None
+    draft_probs: torch.Tensor | None
 
 
 def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
@@ -87,7 +87,7 @@ def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Sam
 
 
 def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
-    """Drafts were drawn from `odds`."""
+    """Drafts were drawn from `draft_probs`."""
     flat = [row for one in asked for row in one.rows]
     with_logprobs = any(row.sampling.logprobs is not None for row in flat)
     untouched = torch.log_softmax(logits, dim=-1) if with_logprobs else None
@@ -98,15 +98,15 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Samp
     target /= target.sum(dim=-1, keepdim=True)
     begins = [0, *accumulate(len(one.rows) for one in asked)]
     drafted = [begin + i for begin, one in zip(begins, asked, strict=False) for i in range(len(one.drafts))]
-    odds = torch.cat([one.odds for one in asked if one.odds is not None]).to(logits.device)
+    draft_probs = torch.cat([one.draft_probs for one in asked if one.draft_probs is not None]).to(logits.device)
     ids = torch.tensor([draft for one in asked for draft in one.drafts], device=logits.device)[:, None]
-    p, q = (iter(part.gather(1, ids)[:, 0].tolist()) for part in (target[drafted], odds))
+    p, q = (iter(part.gather(1, ids)[:, 0].tolist()) for part in (target[drafted], draft_probs))
     kept = [_num_that_stand(one, [next(p) for _ in one.drafts], [next(q) for _ in one.drafts]) for one in asked]
     weights = target[[begin + count for begin, count in zip(begins, kept, strict=False)]]
     fell = [n for n, one in enumerate(asked) if kept[n] < len(one.drafts)]
     if fell:
         firsts = [0, *accumulate(len(one.drafts) for one in asked)]
-        weights[fell] = above(weights[fell], odds[[firsts[n] + kept[n] for n in fell]])
+        weights[fell] = above(weights[fell], draft_probs[[firsts[n] + kept[n] for n in fell]])
     points = [
         (instead_number if kept[n] < len(one.drafts) else uniform)(one.rows[0].seed, len(one.rows[0].answer) + kept[n])
         for n, one in enumerate(asked)
@@ -130,8 +130,8 @@ def _num_that_stand(one: _Asked, p: Sequence[float], q: Sequence[float]) -> int:
     return len(one.drafts)
 
 
-def above(target: torch.Tensor, odds: torch.Tensor) -> torch.Tensor:
+def above(target: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """What of the target's distribution the drafter's does not cover: tokens instead come from it. A row each."""
-    rest = (target - odds).clamp_(min=0)
+    rest = (target - draft_probs).clamp_(min=0)
     # Nothing is left where the two are equal but for rounding; then a draft falls by rounding alone.
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)

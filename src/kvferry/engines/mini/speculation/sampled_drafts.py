@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvferry.engines.mini.compute.sampling import pick, probabilities, uniform
-from kvferry.engines.mini.speculation.draft_records import Chance
+from kvferry.engines.mini.speculation.draft_records import DraftSampling
 
 __all__ = ["Drafts", "accept_number", "draft_number", "instead_number", "name_next"]
 
@@ -38,15 +38,15 @@ def instead_number(seed: int, place: int) -> float:
 class Drafts:
     """What was drafted for one request in one call."""
 
-    chance: Chance | None
+    draft_sampling: DraftSampling | None
     tokens: list[int] = field(default_factory=list)
-    odds: list[torch.Tensor] = field(default_factory=list)
+    draft_probs: list[torch.Tensor] = field(default_factory=list)
     """Of each draft, if there is a chance: [vocab_size]."""
 
     def result(self, count: int) -> tuple[tuple[int, ...], torch.Tensor | None]:
         """The first `count` drafts for a DraftOutput."""
-        odds = torch.stack(self.odds[:count]).cpu() if self.odds[:count] else None
-        return tuple(self.tokens[:count]), odds
+        draft_probs = torch.stack(self.draft_probs[:count]).cpu() if self.draft_probs[:count] else None
+        return tuple(self.tokens[:count]), draft_probs
 
 
 def name_next(logits: torch.Tensor, drafts: Sequence[Drafts]) -> None:
@@ -56,14 +56,17 @@ def name_next(logits: torch.Tensor, drafts: Sequence[Drafts]) -> None:
     do as well for the answers' distribution, since `verify` knows it.
     """
     tokens = logits.argmax(dim=-1)
-    random = [(row, one, one.chance) for row, one in enumerate(drafts) if one.chance is not None]
+    random = [(row, one, one.draft_sampling) for row, one in enumerate(drafts) if one.draft_sampling is not None]
     if random:
         rows = [row for row, _, _ in random]
-        odds = probabilities(logits[rows].float(), [chance.sampling for _, _, chance in random])
-        odds /= odds.sum(dim=-1, keepdim=True)
-        points = [draft_number(chance.seed, chance.place + len(one.tokens)) for _, one, chance in random]
-        tokens[rows] = pick(odds, points)
-        for (_, one, _), row in zip(random, odds, strict=True):
-            one.odds.append(row)
+        draft_probs = probabilities(logits[rows].float(), [draft_sampling.sampling for _, _, draft_sampling in random])
+        draft_probs /= draft_probs.sum(dim=-1, keepdim=True)
+        points = [
+            draft_number(draft_sampling.seed, draft_sampling.place + len(one.tokens))
+            for _, one, draft_sampling in random
+        ]
+        tokens[rows] = pick(draft_probs, points)
+        for (_, one, _), row in zip(random, draft_probs, strict=True):
+            one.draft_probs.append(row)
     for one, token in zip(drafts, tokens.tolist(), strict=True):
         one.tokens.append(token)

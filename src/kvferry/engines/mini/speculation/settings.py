@@ -160,7 +160,7 @@ class SpeculativeConfig:
         return handoff_lookahead(self.num_prefill_lookahead_tokens, num_modules=self.num_modules, state=state)
 
     @property
-    def num_tied_tokens(self) -> int:
+    def trailing_dependency(self) -> int:
         """How many tokens behind a block the drafter's slots of that block depend on. A prefix hit is good for that
         much less than its length, and a block enters the prefix cache that much later."""
         return self.num_modules
