@@ -15,7 +15,8 @@ import pytest
 
 from kvferry.cli.main import ExitCode
 from tests.cli.conftest import Start
-from tests.cli.support.test_supervisor import exists, wait_until
+from tests.cli.support.test_supervisor import exists
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -29,7 +30,7 @@ class Fleet:
     def __init__(self, start: Start, model: Path, tmp_path: Path, *argv: str) -> None:
         self.ready_file = tmp_path / "ready.json"
         self.process = start("up", str(model), "--port", "0", "--ready-file", str(self.ready_file), *WORKER, *argv)
-        wait_until(lambda: self.ready_file.exists() or self.process.poll() is not None, 120)
+        until(lambda: self.ready_file.exists() or self.process.poll() is not None, within_s=120)
         assert self.process.poll() is None, self.process.communicate()
         self.url = str(json.loads(self.ready_file.read_text())["url"])
 
@@ -168,7 +169,7 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanw
     assert first.kvferry["handed_over"] > 0
     killed = fleet.pids()["prefill-0"]
     os.kill(killed, signal.SIGKILL)
-    wait_until(lambda: not exists(killed))
+    until(lambda: not exists(killed), within_s=20)
     alone = await fleet.complete(prompt=PROMPT + " and a mill")
     assert alone.kvferry["handed_over"] == 0
     assert "prefill" in alone.kvferry["why"]

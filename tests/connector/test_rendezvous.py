@@ -1,8 +1,7 @@
 """Two engines meet over the real side channel; what their worker halves are told, and in which order. R24, I5, I6."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,6 +13,7 @@ from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
 from kvferry.testing.fake_clock import FakeClock
 from tests.harness.handshake_examples import side
+from tests.harness.until import until
 
 P, D = EngineId("p"), EngineId("d")
 
@@ -43,13 +43,6 @@ class End:
         view = self.view(of, engine, named=named)
         until(lambda: self.view(of, engine, named=named).status is not PeerStatus.ASKING)
         return self.view(of, engine, named=named) if view.status is PeerStatus.ASKING else view
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    pause, until_s = threading.Event(), time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "not in time"
-        pause.wait(0.001)
 
 
 class World:

@@ -20,8 +20,8 @@ from kvferry.ids import RequestId
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from kvferry.wire.params import HandoffParams
 from tests.harness.byte_worker import Computed, Identity, serve_bytes, tokens_in
-from tests.harness.client import eventually
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 
@@ -77,7 +77,7 @@ class Pair:
             self.decode.engine.step()
             return not self.decode.engine.has_work()
 
-        eventually("decode is idle", idle, within_s=WITHIN_S, every_s=0.0005)
+        until(idle, "decode is idle", within_s=WITHIN_S, every_s=0.0005)
 
     def num_blocks_in_use(self) -> tuple[int, int]:
         """On prefill and on decode."""
@@ -107,7 +107,7 @@ def pair(model: Path, mode: TransferMode, *, prefill_block: int = 16, decode_blo
         assert ours.poll(90.0), "prefill has not started in 90 s"
         both = Pair(decode, ours, ours.recv())
         yield both
-        eventually("all blocks are free", lambda: both.num_blocks_in_use() == (0, 0), within_s=WITHIN_S)
+        until(lambda: both.num_blocks_in_use() == (0, 0), "all blocks are free", within_s=WITHIN_S)
         decode.engine.check()
         ours.send(None)
         child.join(20.0)

@@ -20,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.client import Answer, complete, eventually
+from tests.harness.client import Answer, complete
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 
@@ -193,9 +194,9 @@ def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]
             threading.Event().wait(dice.uniform(0.1, 1.2))
             struck.append(f"{name} {strike(fleet.workers[name], how, dice)}")
             before = load.tally.handed_over
-            eventually(
-                f"prompts are handed over again after: {struck}\n{load.tally}",
+            until(
                 lambda before=before: load.tally.handed_over > before + 2 or load.tally.faults,
+                f"prompts are handed over again after: {struck}\n{load.tally}",
                 within_s=60,
             )
             assert not load.tally.faults, f"seed {seed}, {struck}: {load.tally.faults}\n{fleet.tails()}"
@@ -207,7 +208,7 @@ def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]
     assert not tally.faults, f"seed {seed}, {struck}: {tally.faults}\n{fleet.tails()}"
     assert tally.handed_over > len(moments), tally
     fleet.wait_blocks_free(FREE_S)
-    eventually("the pair hands over again", lambda: _hands_over(fleet, questions[0]), within_s=20, every_s=0.5)
+    until(lambda: _hands_over(fleet, questions[0]), "the pair hands over again", within_s=20, every_s=0.5)
     fleet.wait_blocks_free(FREE_S)
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.client import complete, eventually, metrics
+from tests.harness.client import complete, metrics
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
 
@@ -38,6 +39,6 @@ def test_the_first_request_after_a_restart_is_handed_over(mode: str, tmp_path: P
             told = hand_over(p, d, number)
             assert told["handed_over"] == 100, told
         for process in (p, d):
-            eventually("one peer is known", lambda at=process: metrics(at.url)["kvferry_engine_handoff_peers"] == 1)
+            until(lambda at=process: metrics(at.url)["kvferry_engine_handoff_peers"] == 1, "one peer is known")
             assert [peer["state"] for peer in process.describe()["peers"]] == ["accepted"]
         assert d.logged("peer forgotten peer=p/")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.client import Stream, complete, eventually, get, post
+from tests.harness.client import Stream, complete, get, post
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -53,7 +54,7 @@ def test_a_hand_off_that_is_given_up_frees_its_blocks_before_the_lease_ends(flee
     body = {"transfer_id": "given-up", "reason": "the client hung up"}
     assert json.loads(post(p.url, body, path="/v1/kvferry/release").body) == {"released": True}
     assert json.loads(post(p.url, body, path="/v1/kvferry/release").body) == {"released": False}
-    eventually("prefill's blocks are free", lambda: not p.blocks_in_use(), within_s=END_S)
+    until(lambda: not p.blocks_in_use(), "prefill's blocks are free", within_s=END_S)
     late = complete(d.url, prompt, ignore_eos=True, kv_transfer_params=params)
     assert late.whole, late
     assert late.kvferry["recomputed"] == len(prompt), late.kvferry
@@ -69,7 +70,7 @@ def test_prefill_serves_what_it_has_offered_and_gives_up_what_nobody_claims(flee
     prefill(p, PROMPT, "orphan")
     assert "held_blocks" in p.blocks_in_use()
     p.signal(signal.SIGTERM)
-    eventually("it drains", lambda: get(p.url, "/health").get("reason") == "draining")
+    until(lambda: get(p.url, "/health").get("reason") == "draining", "it drains")
     refused = complete(p.url, PROMPT)
     assert (refused.status, refused.error and refused.error["code"]) == (503, "draining")
     taken = complete(d.url, other, ignore_eos=True, kv_transfer_params=params, max_tokens=4)
@@ -86,7 +87,7 @@ def test_decode_finishes_its_answer(fleet: Fleet) -> None:
     events = stream.events()
     next(events)
     d.signal(signal.SIGTERM)
-    eventually("it drains", lambda: get(d.url, "/health").get("reason") == "draining")
+    until(lambda: get(d.url, "/health").get("reason") == "draining", "it drains")
     assert d.describe()["state"] == "draining"
     for _ in events:
         pass
@@ -101,7 +102,7 @@ def test_a_second_signal_does_not_wait(fleet: Fleet) -> None:
     next(events)
     began_s = time.monotonic()
     d.signal(signal.SIGTERM)
-    eventually("it drains", lambda: get(d.url, "/health").get("reason") == "draining")
+    until(lambda: get(d.url, "/health").get("reason") == "draining", "it drains")
     d.signal(signal.SIGINT)
     stream.hang_up()
     assert d.wait_ended(END_S) == 0, d.tail()

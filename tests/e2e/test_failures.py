@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.client import Answer, Stream, complete, eventually, metrics, post
+from tests.harness.client import Answer, Stream, complete, metrics, post
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -69,7 +70,7 @@ def _wait_usable(fleet: Fleet) -> None:
         known = {worker["url"]: worker["incarnation"] for worker in told.get("workers", []) if worker["usable"]}
         return all(known.get(w.url) == w.describe().get("incarnation") for n, w in fleet.workers.items() if n in "pd")
 
-    eventually("the router uses both workers", usable, within_s=15)
+    until(usable, "the router uses both workers", within_s=15)
 
 
 _dice = random.Random(20)
@@ -146,7 +147,7 @@ def assert_hands_over(fleet: Fleet) -> None:
         assert answer.kvferry["why"] or answer.kvferry["handed_over"] == 100, answer.kvferry
         return not answer.kvferry["why"]
 
-    eventually("a prompt is handed over", handed_over, within_s=6, every_s=0.5)
+    until(handed_over, "a prompt is handed over", within_s=6, every_s=0.5)
 
 
 def in_background(work: Callable[[], Answer]) -> Future[Answer]:
@@ -164,16 +165,17 @@ def wait_sent(fleet: Fleet, engine: str, result: Future[Answer]) -> None:
         workers = fleet.routers["router"].describe()["workers"]
         return result.done() or any(w["open_requests"] for w in workers if w["engine"] == engine)
 
-    eventually(f"the router waits for {engine}", sent)
+    until(sent, f"the router waits for {engine}")
 
 
 def wait_steps(worker: Process, more_than: float) -> None:
     """Until it computes."""
-    eventually(
-        f"{worker.name} computes",
+    until(
         lambda: metrics(worker.url).get("kvferry_engine_steps", 0) > more_than,
-        within_s=30, every_s=0.002,
-    )  # fmt: skip
+        f"{worker.name} computes",
+        within_s=30,
+        every_s=0.002,
+    )
 
 
 def steps(worker: Process) -> float:
@@ -429,7 +431,7 @@ def test_bodies_that_are_no_request(fleet: Fleet) -> None:
 def test_a_lease_that_ended_before_decode_came(fleet: Fleet) -> None:  # R25
     prompt = a_prompt(45)
     params = prefill(fleet, prompt, f"late-{fleet.mode}")
-    eventually("prefill has its blocks back", lambda: not fleet.workers["p"].blocks_in_use(), within_s=LEASE_S + 5)
+    until(lambda: not fleet.workers["p"].blocks_in_use(), "prefill has its blocks back", within_s=LEASE_S + 5)
     answer = decode(fleet.workers["d"], prompt, params)
     assert_recomputed(answer, right(fleet, prompt), 45, "lease")
     assert metrics(fleet.workers["p"].url)["kvferry_engine_handoff_expired_leases"] > 0

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.wire.versions import PROTOCOL_MAX
-from tests.harness.client import eventually, get, metrics
+from tests.harness.client import get, metrics
 from tests.harness.fleet import Fleet, Process
 from tests.harness.load import Load, Question, ask_alone
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 FULL = os.environ.get("CHAOS") == "full"
 MODES = ["pull", "push"] if FULL else ["pull"]
@@ -63,7 +64,7 @@ def wait_used(fleet: Fleet, process: Process) -> None:
         workers = get(fleet.url, "/v1/kvferry")["workers"]
         return any(worker["incarnation"] == incarnation and worker["usable"] for worker in workers)
 
-    eventually(f"{process.name} is used again", used, within_s=10.0)
+    until(used, f"{process.name} is used again", within_s=10.0)
 
 
 def test_no_request_fails_while_each_worker_is_upgraded(fleet: Fleet, questions: list[Question]) -> None:  # R9 R11
@@ -78,7 +79,7 @@ def test_no_request_fails_while_each_worker_is_upgraded(fleet: Fleet, questions:
             process.wait_ready()
             wait_used(fleet, process)
             before = load.tally.ended
-            eventually("requests go on", lambda before=before: load.tally.ended > before + 6, within_s=30.0)
+            until(lambda before=before: load.tally.ended > before + 6, "requests go on", within_s=30.0)
     finally:
         tally = load.end()
     assert not tally.faults, (tally.faults[:3], fleet.tails())
@@ -95,14 +96,12 @@ def test_kills_and_hang_ups(fleet: Fleet, questions: list[Question]) -> None:  #
     try:
         for name in ("p0", "d1"):
             before = load.tally.handed_over
-            eventually(
-                "prompts are handed over", lambda before=before: load.tally.handed_over > before + 8, within_s=30.0
-            )
+            until(lambda before=before: load.tally.handed_over > before + 8, "prompts are handed over", within_s=30.0)
             fleet.workers[name].restart()
             wait_used(fleet, fleet.workers[name])
         before = load.tally.handed_over
-        eventually("and again", lambda before=before: load.tally.handed_over > before + 8, within_s=30.0)
-        eventually("some hang up", lambda: load.tally.hung_up >= 3, within_s=30.0)
+        until(lambda before=before: load.tally.handed_over > before + 8, "and again", within_s=30.0)
+        until(lambda: load.tally.hung_up >= 3, "some hang up", within_s=30.0)
     finally:
         tally = load.end()
     assert not tally.faults, (tally.faults[:3], fleet.tails())

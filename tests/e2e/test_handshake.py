@@ -20,9 +20,10 @@ from kvferry.settings import Role, SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
 from kvferry.wire.envelope import Kind, decode_envelope
 from kvferry.wire.hello import Hello, RankHello
-from tests.harness.client import Answer, complete, eventually, get, metrics
+from tests.harness.client import Answer, complete, get, metrics
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -157,9 +158,9 @@ def test_a_thousand_refusals_leave_a_real_worker_as_it_was(fleet: Fleet) -> None
         before = _holds(p.pid)
         refuse(1000)
         # No more than before: the last connections of the first hundred may have been open still when it was counted.
-        eventually(
-            f"at most {before[:2]} descriptors and threads",
+        until(
             lambda: all(now <= then for now, then in zip(_holds(p.pid)[:2], before[:2], strict=True)),
+            f"at most {before[:2]} descriptors and threads",
         )
         assert _holds(p.pid)[2] - before[2] < 8 << 20
     finally:

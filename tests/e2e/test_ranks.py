@@ -16,9 +16,10 @@ import pytest
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.settings import EngineSettings
 from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
-from tests.harness.client import Answer, complete, eventually
+from tests.harness.client import Answer, complete
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(480)]
 
@@ -112,18 +113,18 @@ def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int
 
     with ThreadPoolExecutor(3) as pool:
         open_ones = [pool.submit(stream, number) for number in range(3)]
-        eventually("it decodes", lambda: decode.describe().get("load", {}).get("open_requests") == 3, every_s=0.005)
+        until(lambda: decode.describe().get("load", {}).get("open_requests") == 3, "it decodes", every_s=0.005)
         worker.note_shared_memory()
         os.kill(before["ranks"][-1]["pid"], signal.SIGKILL)
         answers = [one.result(90) for one in open_ones]
     # Whoever was not in that engine at the moment is answered.
     assert all(answer.whole or answer.clear_error or answer.broken for answer in answers), answers
-    after = eventually("it has new ranks", lambda: _revived(worker, before), within_s=60)
+    after = until(lambda: _revived(worker, before), "it has new ranks", within_s=60)
     assert worker.running
     assert after["engine"] == before["engine"]
     assert not {rank["pid"] for rank in after["ranks"]} & {rank["pid"] for rank in before["ranks"]}
-    answer = eventually(
-        "hand-offs work again", lambda: (a := _ask(fleet, length)) and not _handed_over(a, length) and a, within_s=60
+    answer = until(
+        lambda: (a := _ask(fleet, length)) and not _handed_over(a, length) and a, "hand-offs work again", within_s=60
     )
     assert answer.token_ids == alone[length]
     fleet.wait_blocks_free(30)
@@ -138,7 +139,7 @@ def test_ranks_end_with_their_engines_process(pull: Fleet) -> None:
     """SIGKILL: nobody is left who could tell them."""
     worker = pull.workers["d"]
     worker.kill()
-    eventually("nothing of it is left", lambda: not worker.leftovers(), within_s=20)
+    until(lambda: not worker.leftovers(), "nothing of it is left", within_s=20)
 
 
 def test_a_worker_may_end_with_its_ranks(push: Fleet) -> None:

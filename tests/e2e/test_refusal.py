@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.client import Answer, complete, eventually
+from tests.harness.client import Answer, complete
 from tests.harness.fleet import Fleet
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -43,11 +44,9 @@ def ask(url: str, **fields: Any) -> tuple[list[int], Answer]:
 
 def assert_mended(fleet: Fleet) -> None:
     """Prompts are handed over, soon."""
-    eventually(
-        "a prompt is handed over",
-        lambda: ask(fleet.url)[1].kvferry.get("handed_over") == 70,
-        within_s=10, every_s=0.3,
-    )  # fmt: skip
+    until(
+        lambda: ask(fleet.url)[1].kvferry.get("handed_over") == 70, "a prompt is handed over", within_s=10, every_s=0.3
+    )
 
 
 def why_not(fleet: Fleet) -> str:

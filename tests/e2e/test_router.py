@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.harness.client import Stream, complete, eventually, get, metrics, post
+from tests.harness.client import Stream, complete, get, metrics, post
 from tests.harness.cores import pin
 from tests.harness.fleet import Fleet, Process
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "400", "--threads", "1", "--lease-ttl", "3", "--lease-renew-every", "0.5",
@@ -51,7 +52,7 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
         d = fleet.worker("d", "--router", router.url, role="decode")
         p.wait_ready()
         d.wait_ready()
-        eventually("both are known", lambda: _usable(router) == {"p", "d"})
+        until(lambda: _usable(router) == {"p", "d"}, "both are known")
         yield fleet
 
 
@@ -65,7 +66,7 @@ def a_prompt(length: int, first: int = 3) -> list[int]:
 
 def test_registered_workers_have_met_before_the_first_request(fleet: Fleet) -> None:
     d = fleet.workers["d"]
-    eventually("they have met", lambda: {peer["state"] for peer in d.describe()["peers"]} == {"accepted"})
+    until(lambda: {peer["state"] for peer in d.describe()["peers"]} == {"accepted"}, "they have met")
     assert metrics(fleet.url)["kvferry_router_first_byte_seconds_count"] == 0
     answer = complete(fleet.url, prompt := a_prompt(40), max_tokens=4, ignore_eos=True)
     assert answer.kvferry["handed_over"] == len(prompt), answer
@@ -103,7 +104,7 @@ def test_the_router_learns_what_is_cached(fleet: Fleet) -> None:
     def told() -> bool:
         return all(worker["cached_blocks"] > 3 for worker in get(fleet.url, "/v1/kvferry")["workers"])
 
-    eventually("both tell their blocks", told)
+    until(told, "both tell their blocks")
     again = post(fleet.url, {"prompt": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0})
     assert again.kvferry["cached"] > 0
     assert again.text == answer.text
@@ -114,10 +115,10 @@ def test_the_router_learns_what_is_cached(fleet: Fleet) -> None:
 def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Fleet) -> None:
     p = fleet.workers["p"]
     p.kill()
-    eventually("its lease ends", lambda: len(get(fleet.url, "/v1/kvferry")["workers"]) == 1)
+    until(lambda: len(get(fleet.url, "/v1/kvferry")["workers"]) == 1, "its lease ends")
     p.start()
     p.wait_ready()
-    eventually("it is known again", lambda: _usable(fleet.routers["router"]) == {"p", "d"}, within_s=5.0)
+    until(lambda: _usable(fleet.routers["router"]) == {"p", "d"}, "it is known again", within_s=5.0)
     answer = complete(fleet.url, prompt := a_prompt(33, 9), max_tokens=4, ignore_eos=True)
     assert answer.whole, answer
     assert answer.kvferry["handed_over"] == len(prompt) or answer.kvferry["why"], answer
@@ -126,7 +127,7 @@ def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Flee
     assert get(fleet.url, "/health")["status"] == "degraded"
     p.start()
     p.wait_ready()
-    eventually("it is known again", lambda: _usable(fleet.routers["router"]) == {"p", "d"}, within_s=5.0)
+    until(lambda: _usable(fleet.routers["router"]) == {"p", "d"}, "it is known again", within_s=5.0)
 
 
 def test_a_restart_of_the_only_decode_worker_fails_no_request(fleet: Fleet) -> None:
@@ -140,7 +141,7 @@ def test_a_restart_of_the_only_decode_worker_fails_no_request(fleet: Fleet) -> N
             pool.submit(complete, fleet.url, prompt, max_tokens=4, ignore_eos=True, stream=streamed, timeout_s=170.0)
             for streamed in (False, True, False)
         ]
-        eventually("they wait", lambda: metrics(fleet.url)["kvferry_router_waiting"] == 3)
+        until(lambda: metrics(fleet.url)["kvferry_router_waiting"] == 3, "they wait")
         d.start()
         d.wait_ready()
         answers = [one.result() for one in asking]

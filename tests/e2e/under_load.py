@@ -23,10 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.harness.client import eventually, get, metrics
+from tests.harness.client import get, metrics
 from tests.harness.fleet import Fleet
 from tests.harness.load import Load, Tally, ask_alone
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 
 AIPERF_S = 400.0
 """It loads its tokenizer in several processes, and sums up at the end: minutes on a busy machine."""
@@ -72,7 +73,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         load = Load(router.url, questions, num_clients=2, hang_up=0.1)
         outside = _start_aiperf(args, router.url, model, scratch) if args.aiperf else None
         if outside is not None:
-            eventually("aiperf asks", lambda: _records(scratch) or outside.poll() is not None, within_s=AIPERF_S)
+            until(lambda: _records(scratch) or outside.poll() is not None, "aiperf asks", within_s=AIPERF_S)
         kills = _kill_in_turn(fleet, args.seconds, args.kill_every)
         tally = load.end()
         figures = _end_aiperf(outside, args, scratch) if outside is not None else {}

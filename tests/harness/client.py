@@ -2,24 +2,12 @@
 
 import http.client
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["Answer", "Stream", "complete", "eventually", "get", "metrics", "post"]
-
-
-def eventually(what: str, condition: Callable[[], Any], *, within_s: float = 10.0, every_s: float = 0.05) -> Any:
-    """Poll until `condition` gives something true, and return that; fail with its last value after `within_s`."""
-    pause, until_s = threading.Event(), time.monotonic() + within_s
-    while not (value := condition()):
-        if time.monotonic() >= until_s:
-            raise AssertionError(f"not within {within_s:g} s: {what}; the last value was {value!r}")
-        pause.wait(every_s)
-    return value
+__all__ = ["Answer", "Stream", "complete", "get", "metrics", "post"]
 
 
 @dataclass(slots=True)

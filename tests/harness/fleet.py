@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
-from tests.harness.client import eventually, get, metrics
+from tests.harness.client import get, metrics
+from tests.harness.until import until
 
 __all__ = ["Fleet", "Process"]
 
@@ -70,7 +71,7 @@ class Process:
             assert self.running, f"{self.name} ended before it was ready:\n{self.tail()}"
             return self._ready_file.exists()
 
-        eventually(f"{self.name} is ready", ready, within_s=START_S)
+        until(ready, f"{self.name} is ready", within_s=START_S)
         self.ready = json.loads(self._ready_file.read_bytes())
         port = self.argv.index("--port") + 1
         self.argv[port] = self.url.rsplit(":", 1)[1]
@@ -242,7 +243,7 @@ class Fleet:
             return {w.name: why for w in self.workers.values() if w.running and (why := w.blocks_in_use())}
 
         try:
-            eventually("every block is free", lambda: not busy(), within_s=within_s)
+            until(lambda: not busy(), "every block is free", within_s=within_s)
         except AssertionError:
             raise AssertionError(f"after {within_s:g} s not every block is free: {busy()}\n{self.tails()}") from None
 

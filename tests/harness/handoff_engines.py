@@ -1,6 +1,5 @@
 """Two engines' worth of drivers over the memory transport, for tests of the driver."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.wire.hello import Hello, RankHello, encode_hello
 from kvferry.wire.layout_codec import encode_layout
+from tests.harness.until import until as wait_until
 
 HEADS, DIM, LAYERS = 4, 8, ("layers.0.attn", "layers.1.attn")
 
@@ -198,11 +198,10 @@ def want(
 
 
 def until(condition: Callable[[], bool], *engines: Engine, timeout_s: float = 10.0) -> None:
-    """Collect until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while True:
+    """Collect from the engines until the condition holds."""
+
+    def collect() -> None:
         for engine in engines:
             engine.collect()
-        if condition():
-            return
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {[engine.seen for engine in engines]}"
+
+    wait_until(condition, within_s=timeout_s, meanwhile=collect if engines else None)

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.client import eventually
+from tests.harness.until import until
 
 __all__ = ["Held", "left_since"]
 
@@ -55,7 +55,7 @@ def left_since(before: Held, grace_s: float = GRACE_S) -> list[str]:
         return []
     gc.collect()  # what only a reference circle keeps is no leak
     try:
-        eventually("nothing is left", lambda: not Held.now().beyond(before), within_s=grace_s)
+        until(lambda: not Held.now().beyond(before), "nothing is left", within_s=grace_s)
     except AssertionError:
         return Held.now().beyond(before)
     return []

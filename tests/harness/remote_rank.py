@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -115,10 +114,3 @@ class Remote:
         if self._process.is_alive():
             self.kill()
         self._conn.close()
-
-
-def until_true(condition: Any, timeout_s: float) -> None:
-    """Poll a condition."""
-    end_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s"

@@ -1,6 +1,5 @@
 """A worker with an engine that computes nothing: a token a character, answers by script; for tests."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -169,10 +168,3 @@ async def listening(worker: ScriptedWorker | None = None, **settings: Any) -> As
         yield listener.url
     finally:
         await listener.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for a condition, with a deadline."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.001)

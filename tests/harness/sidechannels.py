@@ -2,9 +2,8 @@
 
 import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvferry.errors import FerryError
@@ -13,6 +12,7 @@ from kvferry.handshake.peer_table import PeerState
 from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
 from kvferry.sidechannel.listener import OnEnvelope, SideChannelServer
+from tests.harness.until import until
 
 
 def settings(**changes: object) -> SideChannelSettings:
@@ -46,18 +46,6 @@ def answering(handshaker: Handshaker) -> OnEnvelope:
     return lambda body, address: handshaker.answer(body, address, time.monotonic())
 
 
-def until(done: Callable[[], bool], what: str, client: SideChannelClient | None = None, within_s: float = 20.0) -> None:
-    """Poll a condition with a deadline; wait on a client's sockets meanwhile, or give other threads a turn."""
-    gate = threading.Event()
-    end_s = time.monotonic() + within_s
-    while not done():
-        assert time.monotonic() < end_s, f"waited {within_s} s for {what}"
-        if client is not None:
-            client.wait(0.05)
-        else:
-            gate.wait(0.005)
-
-
 def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict[int, bytes | FerryError]:
     """The results of `num` questions by token."""
     results: dict[int, bytes | FerryError] = {}
@@ -66,7 +54,7 @@ def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict
         results.update(client.poll())
         return len(results) >= num
 
-    until(done, f"{num} answers", client, within_s)
+    until(done, f"{num} answers", within_s=within_s, meanwhile=lambda: client.wait(0.05))
     return results
 
 
@@ -81,7 +69,7 @@ def shake(handshaker: Handshaker, client: SideChannelClient, peer: str, port: in
         return handshaker.book.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
 
     handshaker.want(peer, None, "127.0.0.1", port, time.monotonic())  # type: ignore[arg-type]
-    until(done, f"a verdict on {peer}", client, within_s)
+    until(done, f"a verdict on {peer}", within_s=within_s, meanwhile=lambda: client.wait(0.05))
     return handshaker.book.get(peer).state  # type: ignore[arg-type]
 
 

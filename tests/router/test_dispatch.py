@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     PARAMS,
     STREAM,
@@ -20,6 +19,7 @@ from tests.harness.scripted_worker import (
     hanging,
     prefill_script,
 )
+from tests.harness.until import until_async
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 9, "stream": False, "unknown": {"x": [1]}}
 
@@ -58,7 +58,7 @@ async def test_pull_never_asks_decode_before_prefill_has_answered() -> None:  # 
     p, d = a_prefill(script=slow), a_decode()
     async with fleet(p, d) as (url, _):
         pending = asyncio.create_task(post(url, BODY))
-        await until(lambda: len(p.asked) == 1)
+        await until_async(lambda: len(p.asked) == 1)
         assert d.asked == []
         answer.set()
         await pending
@@ -214,7 +214,7 @@ async def test_a_busy_worker_gets_less() -> None:
     d0, d1 = a_decode("d0", script=hanging), a_decode("d1")
     async with fleet(a_prefill(), d0, d1) as (url, _):
         stuck = asyncio.create_task(post(url, BODY))
-        await until(lambda: len(d0.asked) + len(d1.asked) == 1)
+        await until_async(lambda: len(d0.asked) + len(d1.asked) == 1)
         for _ in range(3):
             await post(url, BODY)
         assert (len(d0.asked), len(d1.asked)) == (1, 3)
@@ -226,12 +226,12 @@ async def test_a_client_that_hangs_up_aborts_prefill() -> None:
     p, d = a_prefill(script=hanging), a_decode()
     async with fleet(p, d) as (url, router):
         pending = asyncio.create_task(post(url, BODY))
-        await until(lambda: len(p.asked) == 1)
+        await until_async(lambda: len(p.asked) == 1)
         pending.cancel()
         await asyncio.gather(pending, return_exceptions=True)
-        await until(lambda: p.asked[0].cancelled)
+        await until_async(lambda: p.asked[0].cancelled)
         assert d.asked == []
-        await until(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
+        await until_async(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -249,5 +249,5 @@ async def test_a_client_that_hangs_up_aborts_decode_and_both_in_push(mode: str) 
             response = await session.post(f"{url}/v1/completions", json={**BODY, "stream": True})
             await response.content.read(20)
             response.close()
-        await until(lambda: d.asked[0].cancelled and (mode == "pull" or p.asked[0].cancelled))
-        await until(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
+        await until_async(lambda: d.asked[0].cancelled and (mode == "pull" or p.asked[0].cancelled))
+        await until_async(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))

@@ -12,7 +12,6 @@ from kvferry.errors import ConfigError
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     FAST,
     STREAM,
@@ -26,6 +25,7 @@ from tests.harness.scripted_worker import (
     hanging,
     refusing,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 
@@ -73,7 +73,7 @@ async def test_a_prefill_that_does_not_answer_in_time_is_given_up() -> None:
         response, _raw = await post(url, BODY)
         assert response.headers["x-kvferry-route"] == "alone"
         assert "has not begun to answer in 0.05 s" in response.headers["x-kvferry-why"]
-        await until(lambda: p.asked[0].cancelled)
+        await until_async(lambda: p.asked[0].cancelled)
 
 
 DEEP = b'{"x":' + b"[" * 100_000
@@ -199,7 +199,7 @@ async def test_a_decode_that_does_not_begin_in_time_is_504_naming_it() -> None:
         assert response.status == 504
         assert "decode d0" in json.loads(raw)["error"]["message"]
         assert "has not begun to answer in 0.05 s" in json.loads(raw)["error"]["message"]
-        await until(lambda: d.asked[0].cancelled)
+        await until_async(lambda: d.asked[0].cancelled)
 
 
 async def test_a_decode_that_pauses_for_too_long_ends_the_stream_with_an_error() -> None:
@@ -214,7 +214,7 @@ async def test_a_decode_that_pauses_for_too_long_ends_the_stream_with_an_error()
         response, raw = await post(url, {**BODY, "stream": True})
         assert response.status == 200
         assert "paused for 0.05 s" in json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
-        await until(lambda: d.asked[0].cancelled)
+        await until_async(lambda: d.asked[0].cancelled)
 
 
 async def test_several_choices_go_to_decode_although_the_first_has_ended() -> None:
@@ -255,12 +255,12 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d) as (url, router):
         await d.stop()
-        await until(lambda: router.fleet.decode[0].down is not None)
+        await until_async(lambda: router.fleet.decode[0].down is not None)
         assert (await post(url, BODY))[0].status == 503
         assert d.info is not None
         d.info["incarnation"] = "i2"
         await d.start()
-        await until(lambda: router.fleet.decode[0].down is None)
+        await until_async(lambda: router.fleet.decode[0].down is None)
         assert (await post(url, BODY))[0].status == 200
 
 
@@ -269,7 +269,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
     async with fleet(p, d0, d1) as (url, router):
         assert d0.info is not None
         d0.info["state"] = "draining"
-        await until(lambda: router.fleet.decode[0].why_unusable is not None)
+        await until_async(lambda: router.fleet.decode[0].why_unusable is not None)
         for _ in range(3):
             await post(url, BODY)
         assert (len(d0.asked), len(d1.asked)) == (0, 3)
@@ -332,7 +332,7 @@ async def test_a_worker_that_says_nonsense_of_itself_is_asked_again() -> None:
         [worker] = router.fleet.decode
         assert "cannot be read: RecursionError" in str(worker.down)
         raw = b"{"
-        await until(lambda: "is not what a worker" in str(worker.down))
+        await until_async(lambda: "is not what a worker" in str(worker.down))
     finally:
         await router._on_cleanup(router.app)
         await listener.stop()

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from kvferry.router.fleet.workers import Fleet
 from kvferry.router.settings import RouterSettings
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     STREAM,
     Asked,
@@ -27,6 +26,7 @@ from tests.harness.scripted_worker import (
     hanging,
     prefill_script,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1, restart_wait_s=0)
@@ -59,7 +59,7 @@ def a_stopping_decode(mode: str, sent: bytes | None = None) -> Worker:
 async def checked(worker: Worker, times: int = 12) -> None:
     """Its health was asked for that many times more."""
     target = worker.num_checks + times
-    await until(lambda: worker.num_checks >= target)
+    await until_async(lambda: worker.num_checks >= target)
 
 
 @both_modes
@@ -70,7 +70,7 @@ async def test_a_decode_that_hangs_before_its_headers_is_replaced(mode: str, str
         response, _raw = await post(url, {**BODY, "stream": stream})
         assert (response.status, response.headers["x-kvferry-decode"]) == (200, "d1")
         assert router.fleet.decode[0].num_failures == 1
-        await until(lambda: d0.asked[0].cancelled)
+        await until_async(lambda: d0.asked[0].cancelled)
     ids = [asked.body["kv_transfer_params"]["transfer_id"] for asked in p.asked]
     assert len(set(ids)) == 2  # the worker may have claimed the first hand-off
     assert [one["transfer_id"] for one in p.released] == ids[:1]
@@ -81,7 +81,7 @@ async def test_a_decode_that_hangs_after_its_headers_is_replaced(mode: str) -> N
     p, d0, d1 = a_prefill(mode=mode), a_stopping_decode(mode, b""), a_decode("d1", mode=mode)
     async with fleet(p, d0, d1, settings=SOON) as (url, _):
         response, raw = await post(url, {**BODY, "stream": True})
-        await until(lambda: d0.asked[0].cancelled)
+        await until_async(lambda: d0.asked[0].cancelled)
     assert (response.status, raw, response.headers["x-kvferry-decode"]) == (200, STREAM, "d1")
 
 
@@ -90,7 +90,7 @@ async def test_a_stream_whose_decode_hangs_ends_with_the_error(mode: str) -> Non
     d0, d1 = a_stopping_decode(mode, STREAM[:34]), a_decode("d1", mode=mode)
     async with fleet(a_prefill(mode=mode), d0, d1, settings=SOON) as (url, _):
         response, raw = await post(url, {**BODY, "stream": True})
-        await until(lambda: d0.asked[0].cancelled)
+        await until_async(lambda: d0.asked[0].cancelled)
     assert (response.status, raw[:34], d1.asked) == (200, STREAM[:34], [])
     message = json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
     assert message.startswith(f"decode d0 ({d0.url}) has not answered its health checks for 0.")
@@ -120,7 +120,7 @@ async def test_a_prefill_that_hangs_is_replaced(mode: str, stream: bool) -> None
     async with fleet(p0, p1, d, settings=SOON) as (url, _):
         response, _raw = await post(url, {**BODY, "stream": stream})
         assert (response.status, response.headers["x-kvferry-prefill"]) == (200, "p1")
-        await until(lambda: p0.asked[0].cancelled)
+        await until_async(lambda: p0.asked[0].cancelled)
 
 
 @both_modes
@@ -155,7 +155,7 @@ async def test_a_busy_worker_that_answers_its_checks_is_never_cut(role: str, mod
     async with fleet(p, d, settings=RouterSettings(health_every_s=0.02, hung_after_s=0.05)) as (url, router):
         asking = asyncio.create_task(post(url, {**BODY, "stream": stream}))
         slow = p if role == "prefill" else d
-        await until(lambda: bool(slow.asked))
+        await until_async(lambda: bool(slow.asked))
         await checked(slow)
         done.set()
         response, _raw = await asking
@@ -176,7 +176,7 @@ async def test_what_is_down_but_not_hung_is_not_cut(answers: bool) -> None:
     d = a_decode(script=no_more_checks)
     async with fleet(a_prefill(), d, settings=SOON if answers else NEVER) as (url, router):
         asking = asyncio.create_task(post(url, BODY))
-        await until(lambda: router.fleet.decode[0].down is not None)
+        await until_async(lambda: router.fleet.decode[0].down is not None)
         await checked(d)
         done.set()
         assert (await asking)[0].status == 200
@@ -277,7 +277,7 @@ async def test_a_worker_that_is_only_slow_is_asked_where_there_is_nobody_else() 
     d = a_decode()
     async with fleet(a_prefill(), d, settings=slow) as (url, router):
         d.deaf = True
-        await until(lambda: router.fleet.decode[0].down is not None)
+        await until_async(lambda: router.fleet.decode[0].down is not None)
         response, _ = await post(url, BODY)
         assert response.status == 200
         assert d.info is not None

@@ -19,7 +19,6 @@ from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream.http1 import Pool, Unreachable
 from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     Asked,
     Script,
@@ -32,6 +31,7 @@ from tests.harness.scripted_worker import (
     prefill_script,
     refusing,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 WAITS = RouterSettings(health_every_s=0.02, connect_timeout_s=1.0, restart_wait_s=20.0)
@@ -47,7 +47,7 @@ async def restart(worker: Worker) -> None:
 
 
 async def waiting(router: Router, count: int = 1) -> None:
-    await until(lambda: router.shared.num_waiting == count)
+    await until_async(lambda: router.shared.num_waiting == count)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -57,7 +57,7 @@ async def test_a_restart_of_every_decode_worker_fails_no_request(mode: str, stre
     async with fleet(p, d0, d1, settings=WAITS) as (url, router):
         await d0.stop()
         await d1.stop()
-        await until(lambda: all(worker.down is not None for worker in router.fleet.decode))
+        await until_async(lambda: all(worker.down is not None for worker in router.fleet.decode))
         asking = [asyncio.create_task(post(url, {**BODY, "stream": stream})) for _ in range(5)]
         await waiting(router, 5)
         assert not p.asked, "prefill works for nobody"
@@ -80,7 +80,7 @@ async def test_a_decode_worker_that_dies_under_a_request_gets_it_again_when_it_i
     d.script = dies
     async with fleet(p, d, settings=WAITS) as (url, router):
         asking = asyncio.create_task(post(url, BODY))
-        await until(lambda: bool(d.asked))
+        await until_async(lambda: bool(d.asked))
         await d.stop()
         await waiting(router)
         d.script, d.info = decode_script, info
@@ -103,7 +103,7 @@ async def test_a_decode_worker_that_refuses_because_it_drains_may_come_back() ->
     d.script = drains
     async with fleet(a_prefill(), d, settings=replace(WAITS, health_every_s=0.1)) as (url, router):
         asking = asyncio.create_task(post(url, BODY))
-        await until(lambda: bool(d.asked))
+        await until_async(lambda: bool(d.asked))
         await waiting(router)
         await d.stop()
         d.script = decode_script
@@ -126,7 +126,7 @@ async def test_the_wait_is_bounded_and_says_when_to_try_again() -> None:
     d = a_decode("d0")
     async with fleet(a_prefill(), d, settings=SOON) as (url, router):
         await d.stop()
-        await until(lambda: router.fleet.decode[0].down is not None)
+        await until_async(lambda: router.fleet.decode[0].down is not None)
         lost_s = router.fleet.decode[0].lost_s
         response, raw = await post(url, BODY)
         assert time.monotonic() - lost_s >= 0.2
@@ -151,7 +151,7 @@ async def test_at_most_max_waiting_wait() -> None:
     d = a_decode("d0")
     async with fleet(a_prefill(), d, settings=replace(WAITS, max_waiting=1)) as (url, router):
         await d.stop()
-        await until(lambda: router.fleet.decode[0].down is not None)
+        await until_async(lambda: router.fleet.decode[0].down is not None)
         asking = asyncio.create_task(post(url, BODY))
         await waiting(router)
         response, raw = await post(url, BODY)
@@ -171,7 +171,7 @@ async def test_a_failed_prefill_is_a_cause_when_decode_has_gone_meanwhile() -> N
     async def fails_late(request: web.Request, asked: Asked) -> web.StreamResponse:
         assert d.info is not None
         d.info["state"] = "draining"
-        await until(lambda: router.fleet.decode[0].why_unusable is not None)
+        await until_async(lambda: router.fleet.decode[0].why_unusable is not None)
         return await refusing(500, "out of memory")(request, asked)
 
     p = a_prefill("p0", fails_late)

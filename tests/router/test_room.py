@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.settings import PolicyName, RouterSettings
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     FAST,
     Asked,
@@ -23,6 +22,7 @@ from tests.harness.scripted_worker import (
     prefill_script,
     refusing,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 IDS = {**BODY, "prompt": list(range(3, 103))}
@@ -48,9 +48,9 @@ async def test_prefill_gets_no_work_while_no_decode_has_room() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
-        await until(lambda: router.shared.num_waiting == 1)
+        await until_async(lambda: router.shared.num_waiting == 1)
         checks = d.num_checks
-        await until(lambda: d.num_checks > checks + 2)
+        await until_async(lambda: d.num_checks > checks + 2)
         assert p.asked == []
         with_room(d, 50)
         response, _ = await asking
@@ -81,10 +81,10 @@ async def test_a_client_that_hangs_up_waits_no_longer() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
-        await until(lambda: router.shared.num_waiting == 1)
+        await until_async(lambda: router.shared.num_waiting == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: router.shared.num_waiting == 0)
+        await until_async(lambda: router.shared.num_waiting == 0)
 
 
 async def test_what_is_promised_is_not_promised_again() -> None:
@@ -92,7 +92,7 @@ async def test_what_is_promised_is_not_promised_again() -> None:
     p, d = a_prefill(script=hanging), with_room(a_decode(), 15)
     async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(10)]
-        await until(lambda: router.shared.num_waiting == 8 and len(p.asked) == 2)
+        await until_async(lambda: router.shared.num_waiting == 8 and len(p.asked) == 2)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -129,7 +129,7 @@ async def test_a_long_prompt_that_decode_has_cached_is_short() -> None:
         d.blocks = BLOCKS
         assert d.info is not None
         d.info["cache"] = {"version": 7, "blocks": 62}
-        await until(lambda: len(router.fleet.decode[0].cached.blocks) == 62)
+        await until_async(lambda: len(router.fleet.decode[0].cached.blocks) == 62)
         again, _ = await post(url, {**BODY, "prompt": text})
     assert again.headers["x-kvferry-route"] == "local"
 
@@ -159,7 +159,7 @@ async def test_prefix_aware_choice_by_what_workers_tell(role: str) -> None:
         has.blocks = BLOCKS
         assert has.info is not None
         has.info["cache"] = {"version": 1, "blocks": 62}
-        await until(lambda: any(worker.cached.blocks for worker in router.fleet.workers))
+        await until_async(lambda: any(worker.cached.blocks for worker in router.fleet.workers))
         before = len(has.asked)
         for i in range(6):
             await post(url, {**BODY, "prompt": "word " * 200 + f"and {i}"})
@@ -182,7 +182,7 @@ async def test_a_threshold_that_is_measured() -> None:
         for i in range(20):
             response, _ = await post(url, {**BODY, "prompt": [5] * (100 + 100 * (i % 5))})
             assert response.headers["x-kvferry-route"] == "pull" or i >= 16
-        await until(lambda: router.shared.local_below_tokens > 0)
+        await until_async(lambda: router.shared.local_below_tokens > 0)
         async with aiohttp.ClientSession() as session:
             view = await (await session.get(f"{url}/v1/kvferry")).json()
         assert view["local_below_tokens"] == router.shared.local_below_tokens > 20
@@ -257,7 +257,7 @@ async def test_a_restart_closes_the_breaker() -> None:
         p.script = prefill_script
         assert p.info is not None
         p.info["incarnation"] = "i2"
-        await until(lambda: router.fleet.prefill[0].why_not_now() is None)
+        await until_async(lambda: router.fleet.prefill[0].why_not_now() is None)
         response, _ = await post(url, BODY)
     assert response.headers["x-kvferry-route"] == "pull"
 
@@ -298,7 +298,7 @@ async def test_room_that_is_freed_is_seen_at_once() -> None:
     d.script = held
     async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(3)]
-        await until(lambda: router.shared.num_waiting == 2 and len(d.asked) == 1)
+        await until_async(lambda: router.shared.num_waiting == 2 and len(d.asked) == 1)
         go_on.set()
         assert [response.status for response, _ in await asyncio.gather(*asking)] == [200] * 3
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvferry.router.fleet.probes import metrics_of_vllm
 from kvferry.settings import TransferMode
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_vllm import VllmServer
 from tests.harness.scripted_worker import a_decode, a_prefill, fleet
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 
@@ -65,7 +65,7 @@ async def test_a_restart_is_learned_anew() -> None:
     async with fleet(p, d) as (url, router):
         await post(url, BODY)
         p.name, p.started = "engine-new", 2000.0
-        await until(lambda: router.fleet.prefill[0].mode is None)
+        await until_async(lambda: router.fleet.prefill[0].mode is None)
         response, _ = await post(url, BODY)
         assert (response.status, response.headers["x-kvferry-route"]) == (200, "pull")
         response, _ = await post(url, BODY)

@@ -22,8 +22,8 @@ from tests.harness.sidechannels import (
     resident_bytes,
     settings,
     shake,
-    until,
 )
+from tests.harness.until import until
 
 NUM_REFUSED = 1000
 MOST_GROWTH_BYTES = 4 << 20

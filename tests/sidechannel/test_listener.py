@@ -17,7 +17,8 @@ from kvferry.sidechannel.listener import SideChannelServer
 from kvferry.sidechannel.shared_key import new_key
 from kvferry.wire.envelope import Kind, decode_envelope
 from tests.harness.handshake_examples import side
-from tests.harness.sidechannels import answering, asking, collect, listening, settings, shake, until
+from tests.harness.sidechannels import answering, asking, collect, listening, settings, shake
+from tests.harness.until import until
 
 
 def echo(body: bytes, address: str) -> bytes:
@@ -126,7 +127,7 @@ def test_a_good_peer_comes_in_once_strangers_have_gone() -> None:
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
         until(lambda: server.stats().connections >= 4, "strangers")
         client.ask_nowait("127.0.0.1", server.port, b"hello", 1)
-        until(lambda: server.stats().denied >= 1, "a denial", client)
+        until(lambda: server.stats().denied >= 1, "a denial", meanwhile=lambda: client.wait(0.05))
         stack.close()
         assert collect(client, 1) == {1: b"echo hello"}
 

@@ -5,9 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +12,7 @@ import pytest
 
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.errors import FerryError
+from tests.harness.until import until
 
 pytestmark = pytest.mark.process
 
@@ -37,13 +35,6 @@ def exists(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition does not come true"
-        threading.Event().wait(0.01)
 
 
 async def test_children_get_ports_of_their_own_and_end_with_the_context(lines: Lines) -> None:
@@ -128,7 +119,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert exists(child_pid)
     parent.kill()
     parent.communicate()
-    wait_until(lambda: not exists(child_pid))
+    until(lambda: not exists(child_pid), within_s=20)
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:

@@ -12,7 +12,6 @@ from aiohttp import web
 from kvferry.router.answer.first_event import FirstEvent, early_event
 from kvferry.router.client_body import ClientBody
 from kvferry.router.settings import FirstToken, RouterSettings
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (  # fmt: skip
     FAST,
     Asked,
@@ -26,6 +25,7 @@ from tests.harness.scripted_worker import (  # fmt: skip
     prefill_script,
     refusing,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 PARAMS = {"transfer_mode": "pull", "remote_engine_id": "p0", "first_token": 7}
@@ -162,7 +162,7 @@ async def test_another_decode_goes_on_from_it_with_the_same_hand_off(failing: Sc
 @pytest.mark.parametrize("failing", [refusing(500), refusing(422)], ids=["500", "a client's error"])
 async def test_when_decode_fails_after_it_the_stream_says_so(mode: str, failing: Script) -> None:
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await until(lambda: bool(p.asked))
+        await until_async(lambda: bool(p.asked))
         await asyncio.sleep(0.1)  # prefill's answer overtakes it
         return await failing(request, asked)
 
@@ -193,10 +193,10 @@ async def test_a_client_that_hangs_up_after_it_aborts_decode() -> None:
         async with aiohttp.ClientSession() as session:
             response = await session.post(f"{url}/v1/completions", json=STREAM)
             await response.content.readuntil(b"\n\n")
-            await until(lambda: bool(d.asked))
+            await until_async(lambda: bool(d.asked))
             response.close()
-        await until(lambda: d.asked[0].cancelled)
-        await until(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
+        await until_async(lambda: d.asked[0].cancelled)
+        await until_async(lambda: all(worker.num_open == 0 for worker in router.fleet.workers))
     assert [one["transfer_id"] for one in p.released] == [p.asked[0].body["kv_transfer_params"]["transfer_id"]]
 
 

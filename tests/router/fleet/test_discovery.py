@@ -20,8 +20,8 @@ from kvferry.router.keys import read_keys
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role
 from kvferry.web.api_errors import ApiError
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import FAST, Worker, a_decode, a_prefill, fleet, hanging, routing
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 KEY = "a-key-of-a-client"
@@ -54,11 +54,11 @@ async def test_a_fleet_file_is_watched(tmp_path: Path) -> None:
             response, _ = await post(url, BODY)
             assert (response.status, response.headers["x-kvferry-decode"]) == (200, "d0")
             write(path, prefill=[p.url], decode=[d1.url + "/"])
-            await until(lambda: [w.name for w in router.fleet.decode] == ["d1"])
+            await until_async(lambda: [w.name for w in router.fleet.decode] == ["d1"])
             stuck = asyncio.create_task(post(url, BODY))
-            await until(lambda: len(d1.asked) == 1)
+            await until_async(lambda: len(d1.asked) == 1)
             write(path, prefill=[p.url], decode=[d0.url])
-            await until(lambda: [w.name for w in router.fleet.decode] == ["d0"])
+            await until_async(lambda: [w.name for w in router.fleet.decode] == ["d0"])
             assert not d1.asked[0].cancelled  # what is open goes on
             stuck.cancel()
             await asyncio.gather(stuck, return_exceptions=True)
@@ -165,11 +165,11 @@ async def test_workers_register_serve_and_leave() -> None:
             both = [Registrar([url], p.url, "prefill", None), Registrar([url], d.url, "decode", None)]
             for registrar in both:
                 await registrar.start()
-            await until(lambda: [w.why_unusable for w in router.fleet.workers] == [None, None])
+            await until_async(lambda: [w.why_unusable for w in router.fleet.workers] == [None, None])
             response, _ = await post(url, BODY)
             assert response.headers["x-kvferry-route"] == "pull"
             first_s = min(leases._until_s.values())
-            await until(lambda: min(leases._until_s.values()) > first_s)  # they said so again in time
+            await until_async(lambda: min(leases._until_s.values()) > first_s)  # they said so again in time
             await both[0].stop()  # says so
             assert router.fleet.prefill == []
             for task in both[1]._tasks:  # a process that dies says nothing
@@ -184,7 +184,7 @@ async def test_workers_register_serve_and_leave() -> None:
 async def test_a_registrar_outlives_its_routers_absence(caplog: pytest.LogCaptureFixture) -> None:
     registrar = Registrar(["http://127.0.0.1:1"], "http://127.0.0.1:2", "decode", None)
     await registrar.start()
-    await until(lambda: "registration failed router=http://127.0.0.1:1" in caplog.text)
+    await until_async(lambda: "registration failed router=http://127.0.0.1:1" in caplog.text)
     await registrar.stop()
     await registrar.stop()
 
@@ -279,11 +279,11 @@ async def test_pairs_that_fit_meet_before_the_first_request() -> None:
         assert worker.info is not None
         worker.info["abilities"] = ["meet"]
     async with fleet(p, d, other):
-        await until(lambda: len(d.met) == 1)
+        await until_async(lambda: len(d.met) == 1)
         assert d.met == [{"engine": "p0", "incarnation": "i1", "host": "10.0.0.1", "port": 77}]
         assert p.info is not None
         p.info["incarnation"] = "i2"
-        await until(lambda: len(d.met) == 2)
+        await until_async(lambda: len(d.met) == 2)
         assert d.met[1]["incarnation"] == "i2"
     assert (p.asked, d.asked, other.met) == ([], [], [])
 

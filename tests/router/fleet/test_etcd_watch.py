@@ -22,8 +22,8 @@ from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from kvferry.web.etcd import DEFAULT_PREFIX, Etcd, EtcdFailed
 from kvferry.web.listen import Listener
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import a_decode, a_prefill, routing
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 ETCD = shutil.which("etcd")
@@ -105,7 +105,7 @@ async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
         assert urls(router) == set()
         for registrar in registrars:
             await registrar.start()
-        await until(
+        await until_async(
             lambda: all(worker.why_unusable is None for worker in router.fleet.workers) and len(urls(router)) == 2
         )
         response, _raw = await post(url, BODY)
@@ -117,10 +117,10 @@ async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
         await etcd.well()
         assert len(urls(router)) == 2
         await registrars[0].stop()  # it says so
-        await until(lambda: urls(router) == {(d.url, "decode")})
+        await until_async(lambda: urls(router) == {(d.url, "decode")})
         registrars[1]._task.cancel()  # type: ignore[union-attr]  # it dies: its lease ends
         registrars[1]._lease = ""
-        await until(lambda: urls(router) == set(), 10.0)
+        await until_async(lambda: urls(router) == set())
         await registrars[1].stop()
     for worker in (p, d):
         await worker.stop()
@@ -140,7 +140,7 @@ async def test_keys_that_make_no_sense_are_told_and_ignored(etcd: RealEtcd, capl
             assert "ftp://x" in caplog.text
             assert "both/b" in caplog.text
             await client.revoke(lease)
-            await until(lambda: urls(router) == set())
+            await until_async(lambda: urls(router) == set())
 
 
 # ---- one that misbehaves
@@ -212,7 +212,7 @@ async def test_a_lost_etcd_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFi
     async with a_fake(answers) as url, a_router(url) as (_, router):
         assert urls(router) == {("http://127.0.0.1:9", "decode")}
         answers["kv/range"] = 503
-        await until(lambda: "etcd is lost" in caplog.text)
+        await until_async(lambda: "etcd is lost" in caplog.text)
         assert urls(router) == {("http://127.0.0.1:9", "decode")}
 
 
@@ -243,7 +243,7 @@ async def test_a_lease_that_has_ended_is_granted_anew() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Etcd, "put", seen)
             await registrar.start()
-            await until(lambda: len(puts) >= 4)
+            await until_async(lambda: len(puts) >= 4)
             await registrar.stop()
     assert puts[:2] == [f"{DEFAULT_PREFIX}/prefill/w", f"{DEFAULT_PREFIX}/decode/w"]
 
@@ -265,6 +265,6 @@ async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.Monk
         registrar = EtcdRegistrar(url, "http://h:1", "decode", "w")
         await registrar.start()
         try:
-            await until(lambda: len(puts) == 2)
+            await until_async(lambda: len(puts) == 2)
         finally:
             await registrar.stop()

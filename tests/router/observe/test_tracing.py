@@ -22,9 +22,9 @@ from kvferry.errors import ConfigError
 from kvferry.router.app import Router
 from kvferry.router.observe import tracing
 from kvferry.web.listen import Listener
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import FAST, cutting
 from tests.harness.traced_worker import TracedWorker, a_decode, a_prefill
+from tests.harness.until import until_async
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -90,7 +90,7 @@ async def test_one_trace_joins_router_prefill_and_decode(mode: str) -> None:
     async with traced(prefill, decode) as (url, exporter):
         await complete(url, traceparent=SAMPLED)
         # Workers are asked soon after, without anybody's doing.
-        await until(lambda: len(exporter.get_finished_spans()) == 8)
+        await until_async(lambda: len(exporter.get_finished_spans()) == 8)
         spans = by_name(exporter.get_finished_spans())
     ended_ns = time.time_ns()
     assert {f"{span.context.trace_id:032x}" for span in spans.values()} == {TRACE}

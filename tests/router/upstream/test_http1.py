@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvferry.router.upstream.deadlines import Deadlines
 from kvferry.router.upstream.http1 import Connection, Pool, Unreachable
 from kvferry.router.upstream.http1_parse import BadAnswer, ResponseParser
-from tests.harness.scripted_engine import until
+from tests.harness.until import until_async
 
 LENGTH = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\ncontent-length: 11\r\n\r\nhello world"
 CHUNKED = (
@@ -193,7 +193,7 @@ async def test_a_connection_that_the_worker_closed_while_idle_is_not_used() -> N
         for _ in range(3):
             connection, _ = await ask(pool, url)
             pool.release(url, connection)
-            await until(lambda one=connection: not one.usable)  # type: ignore[misc]
+            await until_async(lambda one=connection: not one.usable)  # type: ignore[misc]
 
 
 async def test_an_answer_that_nobody_asked_for_never_answers_the_next_request() -> None:
@@ -210,7 +210,7 @@ async def test_an_answer_that_nobody_asked_for_never_answers_the_next_request() 
         pool.release(url, connection)
         assert body == b"hello world"
         idle.set()
-        await until(lambda: not connection.usable)
+        await until_async(lambda: not connection.usable)
         idle.clear()
         other, body = await ask(pool, url)
         assert other is not connection
@@ -310,11 +310,11 @@ async def test_a_deadline_rings_until_it_is_taken_out_and_others_do_not() -> Non
     late, later = Wait(now_s - 1), Wait(now_s + 1000)
     deadlines.add(late)
     deadlines.add(later)
-    await until(lambda: late.num_due > 1)
+    await until_async(lambda: late.num_due > 1)
     deadlines.discard(late)
     num_due = late.num_due
     again = Wait(now_s)
     deadlines.add(again)
-    await until(lambda: again.num_due > 0)
+    await until_async(lambda: again.num_due > 0)
     assert (late.num_due, later.num_due) == (num_due, 0)
     deadlines.stop()

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
-from tests.harness.scripted_engine import until
 from tests.harness.scripted_worker import (
     FAST,
     Asked,
@@ -23,6 +22,7 @@ from tests.harness.scripted_worker import (
     prefill_script,
     refusing,
 )
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 
@@ -37,14 +37,14 @@ def given_up(worker: Worker) -> list[str]:
 
 async def settled(router: Router) -> None:
     """No message of the router is on its way."""
-    await until(lambda: not router._releases._tasks)
+    await until_async(lambda: not router._releases._tasks)
 
 
 async def hang_up(url: str, when: Worker) -> None:
     """Ask, and close the connection when that worker works on it."""
     async with aiohttp.ClientSession() as session:
         asking = asyncio.create_task(session.post(f"{url}/v1/completions", json=BODY))
-        await until(lambda: bool(when.asked))
+        await until_async(lambda: bool(when.asked))
         asking.cancel()
 
 
@@ -63,7 +63,7 @@ async def test_a_client_that_hangs_up_before_decode_has_begun(mode: str) -> None
     p, d = a_prefill(mode=mode), a_decode(script=hanging, mode=mode)
     async with fleet(p, d) as (url, _):
         await hang_up(url, d)
-        await until(lambda: bool(p.released))
+        await until_async(lambda: bool(p.released))
     assert given_up(p) == ids_of(p)
 
 
@@ -72,7 +72,7 @@ async def test_a_client_that_hangs_up_while_prefill_computes() -> None:
     p, d = a_prefill(script=hanging), a_decode()
     async with fleet(p, d) as (url, _):
         await hang_up(url, p)
-        await until(lambda: bool(p.released))
+        await until_async(lambda: bool(p.released))
     assert given_up(p) == ids_of(p)
 
 
@@ -86,7 +86,7 @@ async def test_no_decode_worker_can_be_reached() -> None:
     p = a_prefill(script=and_decode_is_gone)
     async with fleet(p, d, settings=RouterSettings(health_every_s=60, restart_wait_s=0)) as (url, _):
         assert (await post(url, BODY))[0].status == 502
-        await until(lambda: bool(p.released))
+        await until_async(lambda: bool(p.released))
     assert given_up(p) == ids_of(p)
 
 
@@ -128,7 +128,7 @@ async def test_decode_recomputed_and_may_never_have_told_prefill() -> None:
     p, d = a_prefill(), a_decode(script=recomputing)
     async with fleet(p, d) as (url, _):
         assert (await post(url, BODY))[0].status == 200
-        await until(lambda: bool(p.released))
+        await until_async(lambda: bool(p.released))
     assert given_up(p) == ids_of(p)
 
 
@@ -142,7 +142,7 @@ async def test_a_prefill_that_fails(script: Script, expected: int) -> None:
     p, d = a_prefill(script=script), a_decode()
     async with fleet(p, d, settings=RouterSettings(prefill_timeout_s=0.1)) as (url, router):
         await post(url, BODY)
-        await until(lambda: len(p.released) == expected)
+        await until_async(lambda: len(p.released) == expected)
         await settled(router)
     assert len(p.released) == expected
 
@@ -163,9 +163,9 @@ async def test_a_prefill_worker_that_does_not_answer_delays_nobody() -> None:
     p, d = Deaf("p0", prefill_script, "prefill"), a_decode(script=refusing(400))
     async with fleet(p, d, settings=RouterSettings(**{**_fields(FAST), "release_timeout_s": 0.2})) as (url, router):
         assert (await post(url, BODY))[0].status == 400
-        await until(lambda: started == 1)
+        await until_async(lambda: started == 1)
         await settled(router)
-        await until(lambda: ended == 1)
+        await until_async(lambda: ended == 1)
 
 
 def _fields(settings: RouterSettings) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +15,7 @@ from kvferry.testing.transport_suite import runs
 from kvferry.transport.base import Completion, Operation
 from kvferry.transport.nixl.nixl import NixlTransport
 from kvferry.transport.nixl.nixl_errors import MEANING, bindings, mapped
+from tests.harness.until import until
 
 pytestmark = pytest.mark.process
 
@@ -43,17 +44,9 @@ def test_an_exception_that_is_not_the_librarys_passes() -> None:
         raise KeyError("ours")
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
-    end_s = time.monotonic() + deadline_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {deadline_s} s"
-        pause.wait(0.005)
-
-
 def poll_until_completion(end: LocalEnd) -> Completion:
     found: list[Completion] = []
-    wait_until(lambda: found.extend(end.transport.poll().completions) or found)
+    until(lambda: found.extend(end.transport.poll().completions) or found)
     return found[0]
 
 
@@ -83,7 +76,7 @@ def test_a_peer_that_was_killed_is_lost_at_once(near: LocalEnd, far: ProcessEnd)
             return True
         return False
 
-    wait_until(is_lost)
+    until(is_lost)
     with pytest.raises(PeerLost, match=FAR):
         near.transport.post(FAR, Operation.READ, [runs([0], [0], [100])])
     near.transport.disconnect(FAR)
@@ -126,7 +119,7 @@ def over_tcp() -> Iterator[tuple[ProcessEnd, ProcessEnd]]:
     near.transport.connect(FAR, far.transport.metadata(), far.regions)
     far.transport.connect(NEAR, near.transport.metadata(), near.regions)
     near.run(post_read, 100)
-    wait_until(lambda: near.run(drain) == [None])
+    until(lambda: near.run(drain) == [None])
     yield near, far
     near.close()
     far.close()
@@ -145,7 +138,7 @@ def test_over_tcp_a_killed_peer_ends_the_transfer(over_tcp: tuple[ProcessEnd, Pr
     stall(near, far)
     far.kill()
     errors: list[str | None] = []
-    wait_until(lambda: errors.extend(near.run(drain)) or errors)
+    until(lambda: errors.extend(near.run(drain)) or errors)
     assert len(errors) == 1
     assert "NIXL cannot finish" in (errors[0] or "")
 
@@ -155,7 +148,7 @@ def test_disconnecting_a_peer_that_hangs_ends_its_transfers(over_tcp: tuple[Proc
     stall(near, far)
     near.run(disconnect)
     errors: list[str | None] = []
-    wait_until(lambda: errors.extend(near.run(drain)) or errors)
+    until(lambda: errors.extend(near.run(drain)) or errors)
     assert errors == [f"peer {FAR!r} was disconnected"]
     far.kill()
 
@@ -227,6 +220,6 @@ def test_peers_that_come_and_go_leave_nothing() -> None:
     before = len(census()[0])
     for incarnation in range(30):
         visit(PeerName(f"far/i{incarnation}/0"))
-    wait_until(lambda: len(census()[0]) <= before)
+    until(lambda: len(census()[0]) <= before)
     near.close()
     far.close()

@@ -24,8 +24,8 @@ from kvferry.errors import ConfigError, RanksLost, UnknownModel
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind
 from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
-from tests.harness.client import eventually
 from tests.harness.tiny_model import FAMILIES, make_tiny_model
+from tests.harness.until import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.timeout(180)]
 
@@ -205,7 +205,7 @@ def test_an_idle_engine_whose_rank_was_killed_has_work(tmp_path: Path, make_rank
     engine.on_wake(lambda: woken.append(True))
     assert not engine.has_work()
     os.kill(engine.executor.pids[0], signal.SIGKILL)
-    eventually("the engine is woken", lambda: bool(woken))
+    until(lambda: bool(woken), "the engine is woken")
     assert engine.has_work()
     assert engine.step() == []
     engine.add(ask("r", prompt_of(20)))
@@ -239,7 +239,7 @@ def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, mak
     def then_die(*args: Any) -> None:
         collect(*args)
         os.kill(engine.executor.pids[0], signal.SIGKILL)
-        eventually("it is noticed", lambda: engine.executor.has_news)
+        until(lambda: engine.executor.has_news, "it is noticed")
         engine.executor.reports()  # raises, as does whatever the step wants of the ranks from here on
 
     engine._collect = then_die

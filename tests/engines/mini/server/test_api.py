@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from kvferry.web.listen import Listener
-from tests.harness.scripted_engine import ANSWER, CharTokenizer, ScriptedWorker, a_server, listening, until
+from tests.harness.scripted_engine import ANSWER, CharTokenizer, ScriptedWorker, a_server, listening
+from tests.harness.until import until_async
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ async def test_other_choices_start_when_the_first_has_a_token() -> None:
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2, "n": 3, "kv_transfer_params": handoff}
     async with listening(worker) as url, aiohttp.ClientSession() as session:
         pending = asyncio.create_task(session.post(f"{url}/v1/completions", json=body))
-        await until(lambda: len(worker.engine.added) == 1)
+        await until_async(lambda: len(worker.engine.added) == 1)
         await (await session.get(f"{url}/v1/kvferry")).read()  # the engine thread has gone round
         assert len(worker.engine.added) == 1
         worker.engine.steps_left = 10

@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output
-from tests.harness.scripted_engine import ScriptedEngine, ScriptedWorker, answer_of, listening, until
+from tests.harness.scripted_engine import ScriptedEngine, ScriptedWorker, answer_of, listening
+from tests.harness.until import until_async
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 TEXT = {"prompt": "Hello"}
@@ -163,7 +164,7 @@ async def test_overload_is_503_with_retry_after() -> None:
     worker.engine.steps_left = 0
     async with listening(worker, max_open_requests=2) as url, aiohttp.ClientSession() as session:
         pending = asyncio.create_task(session.post(f"{url}/v1/completions", json={"prompt": ["a", "b"]}))
-        await until(lambda: len(worker.engine.added) == 2)
+        await until_async(lambda: len(worker.engine.added) == 2)
         async with session.post(f"{url}/v1/completions", json=TEXT) as response:
             error = (await response.json())["error"]
         worker.engine.steps_left = 1000
@@ -177,7 +178,7 @@ async def test_draining_refuses_new_and_finishes_old() -> None:
     worker.engine.steps_left = 0
     async with listening(worker) as url, aiohttp.ClientSession() as session:
         pending = asyncio.create_task(session.post(f"{url}/v1/completions", json=TEXT))
-        await until(lambda: len(worker.engine.added) == 1)
+        await until_async(lambda: len(worker.engine.added) == 1)
         drained = await (await session.post(f"{url}/v1/kvferry/drain")).json()
         assert drained == {"state": "draining", "open_requests": 1}
         async with session.post(f"{url}/v1/completions", json=TEXT) as refused:
@@ -215,7 +216,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(stream: bool,
         async with aiohttp.ClientSession() as session:
             body = {**TEXT, "stream": stream, "n": 2}
             pending = asyncio.create_task(session.post(f"{url}/v1/completions", json=body))
-            await until(lambda: len(worker.engine.added) == (1 if steps == 0 else 2))
+            await until_async(lambda: len(worker.engine.added) == (1 if steps == 0 else 2))
             if stream and steps:
                 response = await pending
                 await response.content.readline()
@@ -223,7 +224,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(stream: bool,
             else:
                 pending.cancel()
                 await asyncio.gather(pending, return_exceptions=True)
-        await until(lambda: {r.request_id for r in worker.engine.added} == set(worker.engine.aborted))
+        await until_async(lambda: {r.request_id for r in worker.engine.added} == set(worker.engine.aborted))
         assert not worker.engine.has_work()
         async with aiohttp.ClientSession() as session:
             text = await (await session.get(f"{url}/metrics")).text()
@@ -236,7 +237,7 @@ async def test_an_engine_that_crashes_is_told_to_everyone(caplog: pytest.LogCapt
     worker.engine.steps_left = 0
     async with listening(worker) as url, aiohttp.ClientSession() as session:
         pending = asyncio.create_task(session.post(f"{url}/v1/completions", json=TEXT))
-        await until(lambda: len(worker.engine.added) == 1)
+        await until_async(lambda: len(worker.engine.added) == 1)
         worker.engine.crash = RuntimeError("boom")
         response = await pending
         error = (await response.json())["error"]

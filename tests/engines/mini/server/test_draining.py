@@ -13,7 +13,8 @@ import pytest
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.errors import ConfigError
 from kvferry.web.listen import Listener, serve_until_signal
-from tests.harness.scripted_engine import ScriptedWorker, a_server, until
+from tests.harness.scripted_engine import ScriptedWorker, a_server
+from tests.harness.until import until_async
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 
@@ -57,7 +58,7 @@ async def test_an_open_answer_ends_and_then_the_hand_offs_do() -> None:
     worker.engine.steps_left = 0
     async with serving(worker) as one:
         pending = asyncio.create_task(one.session.post(f"{one.url}/v1/completions", json=BODY))
-        await until(lambda: len(worker.engine.added) == 1)
+        await until_async(lambda: len(worker.engine.added) == 1)
         one.server.draining.begin("a test")
         assert await one.status("/health") == (503, "draining")
         assert await one.status("/v1/kvferry") == (200, "draining")
@@ -68,10 +69,10 @@ async def test_an_open_answer_ends_and_then_the_hand_offs_do() -> None:
         worker.engine.steps_left = 1000
         answer = await pending
         assert (answer.status, (await answer.json())["choices"][0]["text"]) == (200, "The ")
-        await until(lambda: worker.num_drains == 1)
+        await until_async(lambda: worker.num_drains == 1)
         assert not one.ended.done(), "a peer still holds our blocks"
         worker.drained = True
-        await until(one.ended.done)
+        await until_async(one.ended.done)
         assert one.ended.exception() is None
 
 
@@ -79,7 +80,7 @@ async def test_without_anything_open_it_ends_at_once() -> None:
     async with serving(ScriptedWorker()) as one:
         assert not one.ended.done()
         assert await one.status("/v1/kvferry/drain", any=1) == (200, "draining")
-        await until(one.ended.done)
+        await until_async(one.ended.done)
 
 
 @pytest.mark.parametrize("path", ["drain", "release", "meet"])
@@ -99,9 +100,9 @@ async def test_the_time_is_limited(stuck: str, caplog: pytest.LogCaptureFixture)
     async with serving(worker, drain_timeout_s=0.2) as one:
         if stuck == "answer":
             pending = asyncio.create_task(one.session.post(f"{one.url}/v1/completions", json=BODY))
-            await until(lambda: len(worker.engine.added) == 1)
+            await until_async(lambda: len(worker.engine.added) == 1)
         one.server.draining.begin("a test")
-        await until(one.ended.done)
+        await until_async(one.ended.done)
         assert one.ended.exception() is None
         if stuck == "answer":
             cut_off = await pending
@@ -115,7 +116,7 @@ async def test_a_dead_engine_is_not_waited_for() -> None:
     async with serving(worker) as one:
         assert (await one.status("/v1/completions", **BODY))[0] == 500
         one.server.draining.begin("a test")
-        await until(one.ended.done)
+        await until_async(one.ended.done)
         assert one.ended.exception() is None
 
 
@@ -135,7 +136,7 @@ async def under_signals(worker: ScriptedWorker) -> AsyncIterator["asyncio.Task[N
     listener = Listener(server.app, "127.0.0.1", 0, shutdown_s=0.2)
     await listener.start()
     task = asyncio.create_task(serve_until_signal(listener, server.draining))
-    await until(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
+    await until_async(lambda: signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL)
     try:
         yield task
         assert task.exception() is None
@@ -150,10 +151,10 @@ async def test_the_first_sigterm_drains() -> None:
     worker = ScriptedWorker(drained=False)
     async with under_signals(worker) as task:
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: worker.num_drains == 1)
+        await until_async(lambda: worker.num_drains == 1)
         assert not task.done()
         worker.drained = True
-        await until(task.done)
+        await until_async(task.done)
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
@@ -161,14 +162,14 @@ async def test_a_second_signal_ends_it_at_once(second: signal.Signals) -> None:
     worker = ScriptedWorker(drained=False)
     async with under_signals(worker) as task:
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: worker.num_drains == 1)
+        await until_async(lambda: worker.num_drains == 1)
         os.kill(os.getpid(), second)
-        await until(task.done)
+        await until_async(task.done)
 
 
 async def test_ctrl_c_does_not_drain() -> None:
     worker = ScriptedWorker(drained=False)
     async with under_signals(worker) as task:
         os.kill(os.getpid(), signal.SIGINT)
-        await until(task.done)
+        await until_async(task.done)
     assert worker.num_drains == 0

@@ -15,7 +15,7 @@ from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
 from kvferry.ids import TransferId
 from kvferry.web.listen import Listener
 from tests.engines.mini.conftest import MakeEngine, ask, finish, prompt_of, text_of
-from tests.harness.scripted_engine import until
+from tests.harness.until import until_async
 
 pytestmark = pytest.mark.engine
 
@@ -120,7 +120,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(make_engine: MakeEngine) 
         async for _ in stream:
             break
         await stream.close()
-        await until(lambda: not engine.has_work() and free())
+        await until_async(lambda: not engine.has_work() and free())
         metrics = await (await session.get(f"{url}/metrics")).text()
     assert "kvferry_open_sequences 0.0" in metrics
     assert "kvferry_engine_running 0.0" in metrics

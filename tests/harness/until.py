@@ -1,0 +1,50 @@
+"""The one way in which tests wait: until a condition holds, with a deadline that fails the test."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["until", "until_async"]
+
+
+def until(
+    condition: Callable[[], Any],
+    what: str = "the condition holds",
+    *,
+    within_s: float = 10.0,
+    every_s: float = 0.005,
+    meanwhile: Callable[[], object] | None = None,
+) -> Any:
+    """Poll until `condition` returns something true, and return that. Fails with its last value after `within_s`.
+
+    `meanwhile` runs between two polls, instead of a pause: it is what makes things go on.
+    """
+    pause, end_s = threading.Event(), time.monotonic() + within_s
+    while True:
+        if value := condition():
+            return value
+        if time.monotonic() >= end_s:
+            raise AssertionError(f"not within {within_s:g} s: {what}; the last value was {value!r}")
+        if meanwhile is None:
+            pause.wait(every_s)
+        else:
+            meanwhile()
+
+
+async def until_async(
+    condition: Callable[[], Any], what: str = "the condition holds", *, within_s: float = 10.0, every_s: float = 0.002
+) -> Any:
+    """The same on an event loop. `condition` may return an awaitable."""
+    end_s = time.monotonic() + within_s
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() >= end_s:
+            raise AssertionError(f"not within {within_s:g} s: {what}; the last value was {value!r}")
+        await asyncio.sleep(every_s)
