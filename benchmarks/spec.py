@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
     """One line of the table, and the answers."""
-    from kvferry.engines.mini.speculation.settings import SpeculationSettings
+    from kvferry.engines.mini.speculation_settings import SpeculationSettings
     from tests.harness.serving import Alone, Pair, Serving
 
     spec = SpeculationSettings(

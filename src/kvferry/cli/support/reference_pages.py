@@ -15,7 +15,7 @@ from pathlib import Path
 from kvferry import settings
 from kvferry.cli.main import ExitCode
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.handshake.fact import FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.router.settings import RouterSettings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.mini.settings import DTYPES, KV_DTYPES, ON_RANK_DEATH, EngineSettings
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from kvferry.settings import (
     FailurePolicy,

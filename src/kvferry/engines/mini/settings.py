@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
 
 __all__ = ["DTYPES", "KV_DTYPES", "ON_RANK_DEATH", "EngineSettings"]

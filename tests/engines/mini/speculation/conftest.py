@@ -14,7 +14,7 @@ from kvferry.engines.mini.api import GenerateRequest, SamplingParams
 from kvferry.engines.mini.models.config import find_model
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.ids import RequestId
 from tests.harness.serving import Alone, Served, Serving
 

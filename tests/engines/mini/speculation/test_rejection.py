@@ -13,7 +13,7 @@ from kvferry.engines.mini.speculation import rejection
 from kvferry.engines.mini.speculation import sampled_drafts as draws
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
 from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.engines.mini.speculation.test_shapes import eagle3_head

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from kvferry.engines.mini.models.config import find_model, read_config, read_json
 from kvferry.engines.mini.speculation import eagle3, mtp
 from kvferry.engines.mini.speculation.drafter_info import open_drafter
-from kvferry.engines.mini.speculation.settings import SpeculationSettings
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.settings import LeaseSettings, TransferMode
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens

@@ -20,7 +20,7 @@ from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.speculation import eagle3, mtp
 from kvferry.engines.mini.speculation.chain import ChainDrafter, Drafter
 from kvferry.engines.mini.speculation.draft_model import DRAFT_PREFIX, DraftModel
-from kvferry.engines.mini.speculation.settings import TEXT_METHODS, SpeculationSettings, SpeculativeConfig
+from kvferry.engines.mini.speculation_settings import TEXT_METHODS, SpeculationSettings, SpeculativeConfig
 from kvferry.engines.mini.step import ChunkInput
 from kvferry.errors import ConfigError, UnknownModel
 
