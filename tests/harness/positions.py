@@ -73,7 +73,7 @@ class PositionRanks(LocalExecutor):
         if not step.chunks:
             return
         sizes = [chunk.stop - chunk.start for chunk in step.chunks]
-        assert sizes == sorted(sizes, key=lambda size: size > 1), "shares of one token come first"
+        assert sizes == sorted(sizes, key=lambda size: size > 1), "chunks of one token come first"
         rows = [self._compute(chunk) for chunk in step.chunks]
         logits = torch.zeros(sum(chunk.num_logits for chunk in step.chunks), VOCAB)
         for row, (chunk, last) in enumerate((s, r) for s, r in zip(step.chunks, rows, strict=True) if s.num_logits):

@@ -76,7 +76,7 @@ async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
 
     class _Engine:
         def on_wake(self, wake: Callable[[], None]) -> None:
-            executor.on_news(wake)
+            executor.on_report(wake)
 
         def add(self, request: object) -> None: ...
 
@@ -98,7 +98,7 @@ async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
         executor._tell()  # other numbers, no report
         assert not twice.wait(0.05)
         handoffs.has_report = True
-        assert executor.has_news
+        assert executor.has_reports
         executor._tell()
         assert twice.wait(10.0), "nobody woke the engine"
     finally:

@@ -26,7 +26,7 @@ import torch
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, choose, uniform
+from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, sample_tokens, uniform
 from kvferry.engines.mini.drafting import ComputedChunk, Speculation
 from kvferry.engines.mini.models.loading import OpenedModel
 from kvferry.engines.mini.models.tokenizer import Detokenizer
@@ -128,7 +128,7 @@ class Engine:
         self._handoff_results = HandoffResults(
             self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size
         )
-        executor.on_news(lambda: self._wake())
+        executor.on_report(lambda: self._wake())
 
     def on_wake(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on some other thread, when `has_work` has become true by itself."""
@@ -189,7 +189,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Stepping has a point."""
-        return bool(self._requests or self._ended or self._down or self.executor.has_news) or (
+        return bool(self._requests or self._ended or self._down or self.executor.has_reports) or (
             self._connector is not None and self._connector.has_pending_work()
         )
 
@@ -306,7 +306,7 @@ class Engine:
         if len(wanted) < at:
             logits = logits[wanted]
         if all(not chunk.drafts for chunk in ready):
-            chosen = [[one] for one in choose(logits, rows)]
+            chosen = [[one] for one in sample_tokens(logits, rows)]
         else:
             assert self._speculation is not None, "only speculation makes drafts"
             chosen = verify(logits, rows, [chunk.drafts for chunk in ready], self._speculation.draft_probs(ready))

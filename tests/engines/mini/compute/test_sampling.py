@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import SamplingRow, choose, uniform
+from kvferry.engines.mini.compute.sampling import SamplingRow, sample_tokens, uniform
 from kvferry.errors import RequestError
 
 
@@ -17,12 +17,12 @@ def _row(
 
 
 def _pick(logits: list[float], row: SamplingRow) -> int:
-    return choose(torch.tensor([logits]), [row])[0].token
+    return sample_tokens(torch.tensor([logits]), [row])[0].token
 
 
 def _histogram(logits: list[float], draws: int = 4000, **sampling: Any) -> list[float]:
     rows = [_row(seed=i, temperature=1.0, **sampling) for i in range(draws)]
-    chosen = choose(torch.tensor([logits]).repeat(draws, 1), rows)
+    chosen = sample_tokens(torch.tensor([logits]).repeat(draws, 1), rows)
     counts = torch.bincount(torch.tensor([c.token for c in chosen]), minlength=len(logits))
     return (counts / draws).tolist()
 
@@ -39,7 +39,7 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_temperature_sharpens() -> None:
     rows = [_row(seed=i, temperature=0.5) for i in range(4000)]
-    chosen = choose(torch.tensor([[0.0, 1.0]]).repeat(4000, 1), rows)
+    chosen = sample_tokens(torch.tensor([[0.0, 1.0]]).repeat(4000, 1), rows)
     share = sum(c.token for c in chosen) / 4000
     assert share == pytest.approx(torch.sigmoid(torch.tensor(2.0)).item(), abs=0.03)
 
@@ -69,16 +69,18 @@ def test_min_p_drops_what_is_far_below_the_best() -> None:
 def test_settings_of_one_row_leave_the_others_alone() -> None:
     logits = torch.tensor([[0.0, 5.0, 4.9]] * 3)
     rows = [_row(temperature=0.0), _row(temperature=1.0, top_k=1), _row(temperature=0.0, logit_bias={2: 1.0})]
-    assert [c.token for c in choose(logits, rows)] == [1, 1, 2]
+    assert [c.token for c in sample_tokens(logits, rows)] == [1, 1, 2]
 
 
 def test_a_draw_depends_on_seed_and_place_alone() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    alone = [choose(logits[None].clone(), [_row(seed=s, temperature=1.0)])[0].token for s in range(20)]
-    batch = choose(logits.repeat(20, 1), [_row(seed=s, temperature=1.0) for s in range(20)])
+    alone = [sample_tokens(logits[None].clone(), [_row(seed=s, temperature=1.0)])[0].token for s in range(20)]
+    batch = sample_tokens(logits.repeat(20, 1), [_row(seed=s, temperature=1.0) for s in range(20)])
     assert [c.token for c in batch] == alone
     assert len(set(alone)) > 5
-    later = [choose(logits[None].clone(), [_row(seed=s, answer=[1], temperature=1.0)])[0].token for s in range(20)]
+    later = [
+        sample_tokens(logits[None].clone(), [_row(seed=s, answer=[1], temperature=1.0)])[0].token for s in range(20)
+    ]
     assert later != alone, "draw 1 is another one than draw 0"
 
 
@@ -127,13 +129,13 @@ def test_no_end_before_min_tokens() -> None:
 def test_logprobs_are_of_the_untouched_logits_best_first() -> None:
     logits = [0.0, 2.0, 1.0]
     want = torch.log_softmax(torch.tensor(logits), 0).tolist()
-    found = choose(torch.tensor([logits]), [_row(temperature=0.0, logprobs=2, logit_bias={0: 50.0})])[0]
+    found = sample_tokens(torch.tensor([logits]), [_row(temperature=0.0, logprobs=2, logit_bias={0: 50.0})])[0]
     assert found.token == 0
     assert found.logprobs is not None
     assert found.logprobs.logprob == pytest.approx(want[0])
     assert [token for token, _ in found.logprobs.top] == [1, 2]
     assert [value for _, value in found.logprobs.top] == pytest.approx([want[1], want[2]])
-    bare = choose(torch.tensor([logits]), [_row(temperature=0.0, logprobs=0)])[0].logprobs
+    bare = sample_tokens(torch.tensor([logits]), [_row(temperature=0.0, logprobs=0)])[0].logprobs
     assert bare is not None
     assert bare.top == ()
 

@@ -239,7 +239,7 @@ def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, mak
     def then_die(*args: Any) -> None:
         collect(*args)
         os.kill(engine.executor.pids[0], signal.SIGKILL)
-        until(lambda: engine.executor.has_news, "it is noticed")
+        until(lambda: engine.executor.has_reports, "it is noticed")
         engine.executor.reports()  # raises, as does whatever the step wants of the ranks from here on
 
     engine._collect = then_die

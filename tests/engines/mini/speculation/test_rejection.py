@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import SamplingRow, choose, probabilities
+from kvferry.engines.mini.compute.sampling import SamplingRow, probabilities, sample_tokens
 from kvferry.engines.mini.speculation import rejection
 from kvferry.engines.mini.speculation import sampled_drafts as draws
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
@@ -130,7 +130,7 @@ def test_requests_of_all_kinds_in_one_step() -> None:
                 assert chosen.logprobs.logprob == pytest.approx(float(torch.log_softmax(mine[i], -1)[chosen.token]))
         at += len(mine)
     assert together[0][0].token == drafts[0][0]
-    assert together[3] == choose(logits[8:].clone(), rows[3:])
+    assert together[3] == sample_tokens(logits[8:].clone(), rows[3:])
 
 
 def test_penalties_see_the_drafts_before() -> None:

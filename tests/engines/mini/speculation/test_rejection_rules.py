@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import SamplingParams
-from kvferry.engines.mini.compute.sampling import SamplingRow, choose
+from kvferry.engines.mini.compute.sampling import SamplingRow, sample_tokens
 from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
 from kvferry.engines.mini.speculation.rejection import verify
 
@@ -50,7 +50,7 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
 
     def one(logits: torch.Tensor) -> torch.Tensor:
         rows = [row(seed, **sampling) for seed in range(num)]
-        tokens = torch.tensor([c.token for c in choose(logits.expand(num, -1).clone(), rows)])
+        tokens = torch.tensor([c.token for c in sample_tokens(logits.expand(num, -1).clone(), rows)])
         return torch.bincount(tokens, minlength=VOCAB) / num
 
     for draft in drafts:
@@ -79,7 +79,7 @@ def test_each_answer_is_the_one_without_drafts() -> None:
         plain: list[int] = []
         for _ in range(4):
             logits = table[plain[-1] if plain else 0][None].clone()
-            plain.append(choose(logits, [row(seed, temperature=1.0, answer=plain)])[0].token)
+            plain.append(sample_tokens(logits, [row(seed, temperature=1.0, answer=plain)])[0].token)
         drafts = [*plain[:2], (plain[2] + 1) % VOCAB]
         logits = torch.stack([table[0], *(table[d] for d in drafts)])
         out = verify(logits, [row(seed, temperature=1.0)], [drafts])[0]

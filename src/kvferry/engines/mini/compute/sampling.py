@@ -17,11 +17,11 @@ __all__ = [
     "GREEDY_BELOW",
     "SampledToken",
     "SamplingRow",
-    "choose",
+    "apply_penalties",
     "logprobs_of",
-    "pick",
     "probabilities",
-    "touch",
+    "sample",
+    "sample_tokens",
     "uniform",
 ]
 
@@ -40,7 +40,7 @@ class SamplingRow:
     eos_token_ids: frozenset[int]
 
     @property
-    def touched(self) -> bool:
+    def changes_logits(self) -> bool:
         """Whether its logits have to be changed before anything is chosen."""
         s = self.sampling
         return bool(
@@ -67,18 +67,18 @@ def uniform(seed: int, draw: int) -> float:
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """`logits`: [len(rows), vocab_size], float32; overwritten."""
     with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     untouched = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
     for i, row in enumerate(rows):
-        if row.touched:
-            touch(logits[i], row)
+        if row.changes_logits:
+            apply_penalties(logits[i], row)
     tokens = logits.argmax(dim=-1)
     random = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if random:
         probs = probabilities(logits[random], [rows[i].sampling for i in random])
-        tokens[random] = pick(probs, [uniform(rows[i].seed, len(rows[i].answer)) for i in random])
+        tokens[random] = sample(probs, [uniform(rows[i].seed, len(rows[i].answer)) for i in random])
     chosen = tokens.tolist()
     found: dict[int, TokenLogprobs] = {}
     if untouched is not None:
@@ -87,7 +87,7 @@ def choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     return [SampledToken(token, found.get(i)) for i, token in enumerate(chosen)]
 
 
-def touch(logits: torch.Tensor, row: SamplingRow) -> None:
+def apply_penalties(logits: torch.Tensor, row: SamplingRow) -> None:
     """Bias, penalties, and no end before `min_tokens`; in place, one row."""
     s, vocab, device = row.sampling, len(logits), logits.device
     if s.repetition_penalty != 1.0:  # prompt and answer; Keskar et al. 2019
@@ -120,7 +120,7 @@ def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
     return probs
 
 
-def pick(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
+def sample(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
     """One token a row, by its share of the row's sum. `points`: a number in [0, 1) a row."""
     # Double precision: in float32 the sum over a large vocabulary would swallow the rarest tokens.
     cumulated = weights.double().cumsum(dim=-1)

@@ -81,12 +81,12 @@ class Executor(Protocol):
         ...
 
     @property
-    def has_news(self) -> bool:
+    def has_reports(self) -> bool:
         """`reports` has something, or would raise."""
         ...
 
-    def on_news(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on some other thread, when `has_news` has become true. Where nobody calls: look."""
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on some other thread, when `has_reports` has become true. Where nobody calls: look."""
         ...
 
     def close(self) -> None:
@@ -194,8 +194,8 @@ class Rank:
             assert self._stages is not None, "a rank of several stages has a way to the others"
             self._stages.send(hidden)
         if self._drafter is not None:
-            heard: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # see Llama.listen
-            self._drafter.absorb(step.chunks, hidden if heard is None else heard)
+            aux_hidden: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # see Llama.capture_hidden
+            self._drafter.absorb(step.chunks, hidden if aux_hidden is None else aux_hidden)
         return logits
 
     def draft(self, order: DraftInput) -> DraftOutput:
@@ -249,17 +249,17 @@ class LocalExecutor:
         return (report,) if report else ()
 
     @property
-    def has_news(self) -> bool:
+    def has_reports(self) -> bool:
         """See Executor."""
         return self._handoffs is not None and self._handoffs.has_report
 
-    def on_news(self, wake: Callable[[], None]) -> None:
+    def on_report(self, wake: Callable[[], None]) -> None:
         """See Executor."""
         self._wake = wake
 
     def _tell(self) -> None:
         """On the driver's thread, which calls it also where there is nothing but other numbers."""
-        if self.has_news:
+        if self.has_reports:
             self._wake()
 
     def close(self) -> None:

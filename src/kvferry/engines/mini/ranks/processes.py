@@ -204,12 +204,12 @@ class ProcessExecutor:
         return tuple(self._reports.popleft() for _ in range(len(self._reports)))
 
     @property
-    def has_news(self) -> bool:
+    def has_reports(self) -> bool:
         """Something has to be looked at by `reports`."""
         return self._lost is not None or bool(self._reports)
 
-    def on_news(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on another thread, when `has_news` becomes true."""
+    def on_report(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on another thread, when `has_reports` becomes true."""
         self._wake = wake
 
     def close(self) -> None:

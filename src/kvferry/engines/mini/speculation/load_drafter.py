@@ -29,11 +29,11 @@ def load_drafter(card: DrafterInfo | None, model: LoadedModel, cache: KVCache, s
         return open_weights(directory, model.dtype, model.device)
 
     if card.aux_layers is not None:
-        listen = getattr(model.network, "listen", None)
-        if listen is None:
+        capture_hidden = getattr(model.network, "capture_hidden", None)
+        if capture_hidden is None:
             raise ConfigError(
                 f"speculative method='eagle3' reads hidden states between layers, which {model.config.architecture} "
                 "does not tell. Use a target of the Llama family, or another method."
             )
-        listen(card.aux_layers)
+        capture_hidden(card.aux_layers)
     return make_drafter(card, model.config, weights(model.directory), weights, cache, shard)

@@ -20,11 +20,11 @@ import torch
 from kvferry.engines.mini.compute.sampling import (
     SampledToken,
     SamplingRow,
-    choose,
+    apply_penalties,
     logprobs_of,
-    pick,
     probabilities,
-    touch,
+    sample,
+    sample_tokens,
     uniform,
 )
 from kvferry.engines.mini.speculation.sampled_drafts import accept_number, instead_number
@@ -77,7 +77,7 @@ class _Asked:
 
 def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
     """Drafts are the likeliest tokens: what is chosen without them, up to the first that differs."""
-    chosen = iter(choose(logits, [row for one in asked for row in one.rows]))
+    chosen = iter(sample_tokens(logits, [row for one in asked for row in one.rows]))
     for one in asked:
         mine = [next(chosen) for _ in one.rows]
         kept = 0
@@ -92,8 +92,8 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Samp
     with_logprobs = any(row.sampling.logprobs is not None for row in flat)
     untouched = torch.log_softmax(logits, dim=-1) if with_logprobs else None
     for i, row in enumerate(flat):
-        if row.touched:
-            touch(logits[i], row)
+        if row.changes_logits:
+            apply_penalties(logits[i], row)
     target = probabilities(logits, [row.sampling for row in flat])
     target /= target.sum(dim=-1, keepdim=True)
     begins = [0, *accumulate(len(one.rows) for one in asked)]
@@ -111,7 +111,7 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Samp
         (instead_number if kept[n] < len(one.drafts) else uniform)(one.rows[0].seed, len(one.rows[0].answer) + kept[n])
         for n, one in enumerate(asked)
     ]
-    last = pick(weights, points).tolist()
+    last = sample(weights, points).tolist()
     for n, (one, count) in enumerate(zip(asked, kept, strict=True)):
         tokens, wanted = [*one.drafts[:count], last[n]], one.rows[0].sampling.logprobs
         yield [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.engines.mini.compute.sampling import pick, probabilities, uniform
+from kvferry.engines.mini.compute.sampling import sample, probabilities, uniform
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
 
 __all__ = ["Drafts", "accept_number", "draft_number", "instead_number", "name_next"]
@@ -65,7 +65,7 @@ def name_next(logits: torch.Tensor, drafts: Sequence[Drafts]) -> None:
             draft_number(draft_sampling.seed, draft_sampling.place + len(one.tokens))
             for _, one, draft_sampling in random
         ]
-        tokens[rows] = pick(draft_probs, points)
+        tokens[rows] = sample(draft_probs, points)
         for (_, one, _), row in zip(random, draft_probs, strict=True):
             one.draft_probs.append(row)
     for one, token in zip(drafts, tokens.tolist(), strict=True):

@@ -205,13 +205,13 @@ class Llama:
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
         self._rope = Rotary(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
         self.embed, self.logits = self._ends.embed, self._ends.logits
-        self._heard: tuple[int, ...] = ()
+        self._captured_layers: tuple[int, ...] = ()
         self.aux_hidden: torch.Tensor | None = None
 
-    def listen(self, layers: Sequence[int]) -> None:
+    def capture_hidden(self, layers: Sequence[int]) -> None:
         """From now on `forward` leaves the inputs of these layers in `aux_hidden`, [tokens, layers * hidden]: for a
         drafter that reads them. The number of all layers means what comes out of the last one."""
-        self._heard = tuple(layers)
+        self._captured_layers = tuple(layers)
 
     def _layer(self, weights: Weights, i: int, shard: Shard) -> _Layer:
         config, name = self.config, f"model.layers.{i}"
@@ -237,13 +237,13 @@ class Llama:
         table = self._rope(batch.positions)
         if self._first:
             x = self.embed(x)
-        heard: dict[int, torch.Tensor] = {}
+        captured: dict[int, torch.Tensor] = {}
         for i, layer in enumerate(self._layers):
-            if i in self._heard:
-                heard[i] = x
+            if i in self._captured_layers:
+                captured[i] = x
             x = layer.attention.plus(functional.rms_norm(x, width, layer.attention_norm, eps), x, batch, table)
             x = layer.mlp.plus(functional.rms_norm(x, width, layer.mlp_norm, eps), x)
-        if self._heard:
-            heard[len(self._layers)] = x
-            self.aux_hidden = torch.cat([heard[i] for i in self._heard], dim=-1)
+        if self._captured_layers:
+            captured[len(self._layers)] = x
+            self.aux_hidden = torch.cat([captured[i] for i in self._captured_layers], dim=-1)
         return x
