@@ -154,12 +154,12 @@ def _engine(args: argparse.Namespace) -> Any:
 def _requests(args: argparse.Namespace, name: str) -> list[Any]:
     """Of growing length: pieces of the standard library, as the model's tokens."""
     from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-    from kvferry.engines.mini.models.config import find_model
+    from kvferry.engines.mini.models.catalog import model_directory
     from kvferry.engines.mini.models.tokenizer import Tokenizer
     from kvferry.ids import RequestId
 
     text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
-    tokens = Tokenizer.from_directory(find_model(args.model)).encode(text)
+    tokens = Tokenizer.from_directory(model_directory(args.model)).encode(text)
     step = max(1, (len(tokens) - args.prompt_tokens - args.requests) // args.requests)
     return [
         GenerateRequest(

@@ -484,10 +484,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peak", type=float, default=0.01, help="learning rate")
     parser.add_argument("--seed", type=int, default=20261129)
     args = parser.parse_args(arguments)
-    from kvferry.engines.mini.models.config import find_model
+    from kvferry.engines.mini.models.catalog import model_directory
 
     torch.set_num_threads(1)
-    directory, shape = find_model(args.model), Shape()
+    directory, shape = model_directory(args.model), Shape()
 
     say = partial(print, flush=True)
     if args.what == "generate":

@@ -112,9 +112,9 @@ def _python(told: str | None) -> str:
 def _model(name: str, scratch: Path) -> Path:
     if name == "kv":
         return make_model(scratch / "kv", **KV_HEAVY)
-    from kvferry.engines.mini.models.config import find_model
+    from kvferry.engines.mini.models.catalog import model_directory
 
-    return find_model("smollm2")
+    return model_directory("smollm2")
 
 
 Row = dict[str, Any]

@@ -52,7 +52,6 @@ UNDER_WAY = (
     "router.fleet must not import router.context",
     "router.keys must not import router.observe",
     "router.observe must not import ",
-    "engines.mini.models.",
     "layout.description and layout.limits",
     "layout.edge and layout.pairing",
     "testing.simulator.",

@@ -33,7 +33,7 @@ BELOW_HANDOFF = GROUND | {"layout", "wire"}
 MACHINE = BELOW_HANDOFF | {"handshake", "handoff", "transport.base"}
 """What a state machine may know: records, and the transport's types; no driver, no transport that does I/O."""
 CONNECTOR = {"connector", "connector.base", "connector.lookahead", "connector.peers"}
-MINI_RECORDS = GROUND | {"layout", "wire", "mini.api", "mini.settings", "mini.step"}
+MINI_RECORDS = GROUND | {"layout", "wire", "mini.api", "mini.settings", "mini.speculation_settings", "mini.step"}
 MINI_MODELS = MINI_RECORDS | {"mini.models"}
 MINI_CACHE = MINI_MODELS | {"mini.cache"}
 MINI_COMPUTE = MINI_CACHE | {"mini.compute"}
@@ -83,25 +83,25 @@ ROOMS: Mapping[str, set[str]] = {
     # The embedded engine, floor by floor. It never knows vLLM's plug-in.
     "mini": set(),
     "mini.api": GROUND | {"wire"},
-    "mini.settings": GROUND | {"mini.speculation.settings"},
+    "mini.settings": GROUND | {"mini.speculation_settings"},
+    "mini.speculation_settings": GROUND | {"connector.lookahead"},
     "mini.step": GROUND | {"layout"},
     "mini.models": MINI_RECORDS,
     "mini.cache": MINI_MODELS,
     "mini.compute": MINI_CACHE,  # and so never the connector
-    "mini.speculation": MINI_COMPUTE | {"connector.lookahead", "mini.speculation.settings"},
-    "mini.speculation.settings": GROUND | {"connector.lookahead"},
+    "mini.speculation": MINI_COMPUTE | {"connector.lookahead"},
     "mini.ranks": MINI_COMPUTE
-    | {"mini.speculation", "mini.speculation.settings", "connector.base", "connector.worker"},
+    | {"mini.speculation", "connector.base", "connector.worker"},
     "mini.scheduling": MINI_RECORDS
-    | {"mini.models", "mini.speculation", "mini.speculation.settings", "connector.base", "connector.lookahead"},
+    | {"mini.models", "mini.speculation", "connector.base", "connector.lookahead"},
     "mini.drafting": MINI_COMPUTE
-    | {"mini.speculation", "mini.speculation.settings", "mini.ranks", "mini.scheduling", "connector.lookahead"},
+    | {"mini.speculation", "mini.ranks", "mini.scheduling", "connector.lookahead"},
     "mini.engine": MINI_COMPUTE
-    | {"mini.speculation", "mini.speculation.settings", "mini.ranks", "mini.scheduling", "mini.drafting"}
+    | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting"}
     | CONNECTOR,
     "mini.server": MINI_RECORDS | {"web", "mini.scheduling", "mini.engine"},
     "mini.worker": MINI_COMPUTE
-    | {"mini.speculation", "mini.speculation.settings", "mini.ranks", "mini.scheduling", "mini.engine"}
+    | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.engine"}
     | CONNECTOR
     | {"", "connector.engine", "connector.rendezvous", "connector.scheduler", "connector.worker", "handshake"},
     # vLLM's plug-in. Its two sides meet in metadata and channel, and never import each other.

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.models.tokenizer import Tokenizer
 from tests.harness.client import Answer, complete
 from tests.harness.fleet import Fleet, Process
@@ -44,7 +44,7 @@ class Question:
 
 def questions(count: int, model: str = MODEL, *, seed: int = 0, lengths: tuple[int, int] = LENGTHS) -> list[Question]:
     """Pieces of the language reference, as the model's tokens, the first of them the start token if it has one."""
-    tokenizer = Tokenizer.from_directory(find_model(model))
+    tokenizer = Tokenizer.from_directory(model_directory(model))
     text = "\n".join(pydoc_data.topics.topics.values())
     tokens = tokenizer.encode(text)
     dice = random.Random(seed)

@@ -9,10 +9,17 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from kvferry.engines.mini.models.config import read_config
-from kvferry.engines.mini.models.loading import expected_tensors
+from kvferry.engines.mini.cache.pool import KVCache
+from kvferry.engines.mini.models.cache_spec import make_groups
+from kvferry.engines.mini.models.catalog import read_config
+from kvferry.engines.mini.models.checkpoint import expected_tensors
+from kvferry.engines.mini.models.kv_format import KvFormat
+from kvferry.engines.mini.models.loading import LoadedModel
+from kvferry.engines.mini.models.parallel import Shard
+from kvferry.engines.mini.ranks.sizing import layers_of
+from kvferry.engines.mini.settings import EngineSettings
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "make_tiny_model"]
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "make_tiny_model", "whole_cache"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -136,6 +143,12 @@ def make_tiny_model(
     _write_weights(directory, seed, num_shards)
     _write_tokenizer(directory)
     return directory
+
+
+def whole_cache(model: LoadedModel, settings: EngineSettings) -> KVCache:
+    """Makes the cache of a whole model in this process, with keys and values in the model's dtype."""
+    layers = layers_of(model.config, KvFormat(model.dtype), Shard())
+    return KVCache.sized(layers, make_groups(layers), settings, model.device)
 
 
 def _write_weights(directory: Path, seed: int, num_shards: int) -> None:

@@ -52,7 +52,7 @@ def _of_worker(url: str) -> dict[str, object]:
 
 def _of_model(args: argparse.Namespace) -> dict[str, object]:
     # Imported late: facts of a URL need no engine.
-    from kvferry.engines.mini.models.config import find_model, read_config
+    from kvferry.engines.mini.models.catalog import model_directory, read_config
     from kvferry.engines.mini.models.loading import kv_format
     from kvferry.engines.mini.ranks.sizing import check_parallel
     from kvferry.engines.mini.worker import WorkerSettings, describe
@@ -60,7 +60,7 @@ def _of_model(args: argparse.Namespace) -> dict[str, object]:
     settings = WorkerSettings(
         engine=engine_settings(args.source, args), ferry=ferry_settings(args), role=Role(args.role)
     )
-    directory = find_model(args.source)
+    directory = model_directory(args.source)
     config = read_config(directory)
     check_parallel(config, settings.engine)
     kv = kv_format(settings.engine, config, directory)

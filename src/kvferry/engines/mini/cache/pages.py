@@ -1,7 +1,7 @@
-"""One attention layer's part of the cache: storing what a step made, reading what was stored.
+"""One attention layer's part of the cache: stores what a step computed, and reads what was stored.
 
-Blocks are read with one copy of rows; a row is what one head keeps of one block. 8-bit floats are turned back into the
-model's dtype on the way.
+The blocks of a batch are read by one copy of rows; a row is what one head keeps of one block. 8-bit floats are
+converted back to the model's dtype on the way.
 """
 
 from functools import cached_property
@@ -16,20 +16,20 @@ from kvferry.engines.mini.models.kv_format import FP8_MAX
 __all__ = ["LayerPages"]
 
 Slots = tuple[torch.Tensor, torch.Tensor]
-"""For each token: its block, and its place in the block."""
+"""The block of each token, and its place in the block."""
 
 
 class LayerPages:
-    """Made once for each layer of a cache."""
+    """One layer's part of every page. Made once for each layer of a cache."""
 
     def __init__(self, cache: KVCache, layer: str, dtype: torch.dtype) -> None:
-        """`dtype`: what keys and values are computed in."""
+        """`dtype` is what keys and values are computed in."""
         self._cache = cache
         self._dtype = dtype
         names = ("latent",) if (layer, "latent") in cache.placement.parts else ("k", "v")
         held = [cache.placement.parts[layer, name] for name in names]
         self.group = held[0][1]
-        """Which block table it goes by."""
+        """The index of the group whose block table the layer uses."""
         self.window = cache.windows[layer]
         self._parts = [part for part, _, _ in held]
         self._views = [cache.view(layer, name) for name in names]
@@ -39,18 +39,18 @@ class LayerPages:
         self._scales = [_scale(part) for part in self._parts]
         part, _, offset = held[0]
         self.heads = prod(part.sizes[:-1])
-        """KV heads of this rank; 1 for a latent."""
+        """The number of KV heads of this rank; 1 for a latent."""
         self.dim = part.sizes[-1]
         row = cache.block_tokens * self.dim * part.dtype.itemsize
         page = cache.placement.page_bytes
         together = all(other == offset + i * self.heads * row for i, (_, _, other) in enumerate(held))
-        assert together, "keys, then values"
+        assert together, "values lie directly after keys"
         assert offset % row == page % row == 0, "a page is a whole number of rows"
         as_bytes = cache.data.view(torch.uint8).view(-1, row)[offset // row :]
-        # Floats of 8 bits are copied as integers: not every operation knows them.
+        # 8-bit floats are copied as integers, because not every operation supports them.
         self._rows = as_bytes if self._quantised else as_bytes.view(part.dtype)
         self.row_key = (page // row, len(names), self.heads)
-        """Layers with equal keys have equal `rows_of`."""
+        """Layers with equal keys have equal `rows_of`, so its result can be shared."""
 
     @cached_property
     def _within(self) -> torch.Tensor:
@@ -58,11 +58,11 @@ class LayerPages:
         return torch.arange(parts * heads, device=self._cache.device).view(parts, 1, heads, 1)
 
     def rows_of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """What `gather` reads for block tables [batch, blocks]."""
+        """Returns the rows that `gather` reads for block tables [batch, blocks]."""
         return (blocks[None, :, None, :] * self.row_key[0] + self._within).flatten()
 
     def gather(self, rows: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of block tables [batch, blocks], each [batch, heads, blocks * block_tokens, dim]."""
+        """Returns keys and values of block tables [batch, blocks], each [batch, heads, blocks * block_tokens, dim]."""
         batch, num_blocks = blocks.shape
         found = torch.index_select(self._rows, 0, rows)
         if self._quantised:
@@ -79,7 +79,7 @@ class LayerPages:
         return found[0], found[-1]
 
     def store(self, new: tuple[torch.Tensor, ...], slots: Slots) -> tuple[torch.Tensor, ...]:
-        """Write keys and values, or latents, each [tokens, heads, dim]; returns them as they will be read."""
+        """Writes keys and values, or latents, each [tokens, heads, dim]. Returns them as they will be read."""
         blocks, offsets = slots
         if not self._quantised:
             stored = [x.to(view.dtype) for view, x in zip(self._views, new, strict=True)]
@@ -98,11 +98,11 @@ class LayerPages:
         return tuple(read)
 
     def _at(self, view: torch.Tensor) -> torch.Tensor:
-        """[blocks, heads, tokens, dim]; a latent has one head."""
+        """Returns a view as [blocks, heads, tokens, dim]; a latent has one head."""
         return view if view.dim() == 4 else view.unsqueeze(1)
 
 
 def _scale(part: CachePart) -> float:
-    """Of a whole tensor, as its encoding says."""
+    """Returns the scale of a whole tensor, which is part of the name of its encoding."""
     _, _, scale = part.encoding.partition(":")
     return float(scale or 1.0)

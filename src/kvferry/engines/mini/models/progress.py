@@ -1,55 +1,131 @@
-"""Progress on stderr: one line that redraws itself on a terminal, a few plain lines when piped."""
+"""Reports how far a long piece of work is, such as loading a model.
 
-import sys
+The engine never prints. Each report goes to the display of this process: a function that a command line sets with
+`set_progress_display`, or, by default, the log.
+"""
+
+import logging
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from types import TracebackType
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "ProgressDisplay", "ProgressState", "Reporter", "set_progress_display", "show_progress"]
 
-REDRAW_S = 0.1
-PLAIN_S = 5.0
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 0.1
+LOG_EVERY_S = 5.0
 
 
+class ProgressState(Enum):
+    """Whether the work goes on."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    """The work ended with an error, which is raised where the work was started."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """`with Progress(...) as bar: bar.advance(num_bytes)`, once an item."""
+    """One report. Every report of one piece of work has the same title; the last one is DONE or FAILED."""
 
-    def __init__(self, title: str, *, total_bytes: int, num_items: int, silent: bool = False) -> None:
+    title: str
+    num_bytes: int
+    total_bytes: int
+    """An estimate: a rank reads some tensors twice and others not at all."""
+    num_tensors: int
+    total_tensors: int
+    elapsed_s: float
+    state: ProgressState
+
+    def __str__(self) -> str:
+        """A line for a log or a pipe."""
+        percent = 100 if self.state is ProgressState.DONE else min(100, 100 * self.num_bytes // self.total_bytes)
+        return (
+            f"{self.title}: {percent:3d} % {self.num_bytes / 1e6:.0f}/{self.total_bytes / 1e6:.0f} MB, "
+            f"{self.num_tensors}/{self.total_tensors} tensors, {self.elapsed_s:.1f} s"
+        )
+
+
+ProgressDisplay = Callable[[Progress], None]
+"""Called on the thread that does the work, several times per second at most. Must not block."""
+
+
+class _LogDisplay:
+    """Logs a line every LOG_EVERY_S seconds, and one at the end."""
+
+    def __init__(self) -> None:
+        self._logged_s = 0.0
+
+    def __call__(self, progress: Progress) -> None:
+        since_s = progress.elapsed_s - self._logged_s
+        if progress.state is ProgressState.RUNNING and 0 <= since_s < LOG_EVERY_S:
+            return
+        self._logged_s = progress.elapsed_s if progress.state is ProgressState.RUNNING else 0.0
+        if progress.state is not ProgressState.FAILED:
+            logger.info("%s", progress)
+
+
+_display: ProgressDisplay = _LogDisplay()
+
+
+def set_progress_display(display: ProgressDisplay | None) -> None:
+    """Sets the display of this process; None: the log. Set it before work starts."""
+    global _display
+    _display = _LogDisplay() if display is None else display
+
+
+def show_progress(progress: Progress) -> None:
+    """Passes a report to the display, also one that came from another process."""
+    _display(progress)
+
+
+class Reporter:
+    """Counts the tensors of one piece of work and reports: `with Reporter(...) as reporter: reporter.advance(n)`."""
+
+    def __init__(self, title: str, *, total_bytes: int, total_tensors: int, silent: bool = False) -> None:
+        """`silent`: count without reporting, on ranks other than the first one."""
         self._title = title
         self._silent = silent
         self._total_bytes = max(1, total_bytes)
-        self._num_items = num_items
-        self._bytes = 0
-        self._items = 0
-        self._began_s = time.monotonic()
-        self._drawn_s = self._began_s
-        self._terminal = sys.stderr.isatty()
+        self._total_tensors = total_tensors
+        self._num_bytes = 0
+        self._num_tensors = 0
+        self._started_s = time.monotonic()
+        self._reported_s = self._started_s
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "Reporter":
         return self
 
     def advance(self, num_bytes: int) -> None:
-        """One more item, of so many bytes, is done."""
-        self._bytes += num_bytes
-        self._items += 1
+        """Counts one more tensor of this many bytes."""
+        self._num_bytes += num_bytes
+        self._num_tensors += 1
         now_s = time.monotonic()
-        if now_s - self._drawn_s >= (REDRAW_S if self._terminal else PLAIN_S):
-            self._drawn_s = now_s
-            self._write(end="\r" if self._terminal else "\n")
+        if now_s - self._reported_s >= REPORT_EVERY_S:
+            self._reported_s = now_s
+            self._report(ProgressState.RUNNING)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._write(end="\n", tail=f", {time.monotonic() - self._began_s:.1f} s")
-        elif self._terminal and not self._silent:
-            sys.stderr.write("\n")
+        self._report(ProgressState.DONE if error is None else ProgressState.FAILED)
 
-    def _write(self, *, end: str, tail: str = "") -> None:
+    def _report(self, state: ProgressState) -> None:
         if self._silent:
             return
-        percent = min(100, 100 * self._bytes // self._total_bytes)  # a rank reads some of it twice, some not at all
-        sys.stderr.write(
-            f"{self._title}: {percent:3d} % {self._bytes / 1e6:.0f}/{self._total_bytes / 1e6:.0f} MB, "
-            f"{self._items}/{self._num_items} tensors{tail}{end}"
+        elapsed_s = time.monotonic() - self._started_s
+        show_progress(
+            Progress(
+                self._title,
+                self._num_bytes,
+                self._total_bytes,
+                self._num_tensors,
+                self._total_tensors,
+                elapsed_s,
+                state,
+            )
         )
-        sys.stderr.flush()

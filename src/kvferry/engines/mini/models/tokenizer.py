@@ -10,8 +10,8 @@ import jinja2
 import jinja2.sandbox
 import tokenizers
 
-from kvferry.engines.mini.models.config import read_json
 from kvferry.errors import RequestError, UnknownModel
+from kvferry.modelfiles import read_json
 
 __all__ = ["Detokenizer", "Tokenizer"]
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport
+from kvferry.engines.mini.models.progress import Progress, show_progress
 from kvferry.engines.mini.ranks.control import (
     Ask,
     Channel,
@@ -356,6 +357,8 @@ class ProcessExecutor:
                 rank.loaded = record
             elif isinstance(record, Connected):
                 rank.connected = record
+            elif isinstance(record, Progress):
+                show_progress(record)
             self._news.notify_all()
         if isinstance(record, RankFailed):
             kind = _OPERATOR_ERRORS.get(record.kind, RanksLost)

@@ -26,6 +26,7 @@ from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.models.loading import load_model
 from kvferry.engines.mini.models.parallel import Shard
+from kvferry.engines.mini.models.progress import set_progress_display
 from kvferry.engines.mini.ranks import comm
 from kvferry.engines.mini.ranks.control import (
     Ask,
@@ -95,6 +96,7 @@ class RankProcess:
     def _load(self) -> None:
         settings, shard = self._start.settings, self._shard
         _set_threads(settings)
+        set_progress_display(self._channel.send)  # the engine's process has the display
         device = device_of(settings.device, shard.index)
         shard, through_cpu = comm.join(shard, self._start.store, device=device, timeout_s=settings.rank_timeout_s)
         model = load_model(_on(settings, device), shard)

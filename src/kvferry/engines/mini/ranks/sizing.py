@@ -1,6 +1,6 @@
 """What the ranks of one engine keep, worked out from the model's config alone: before a process is started."""
 
-from kvferry.engines.mini.cache.pool import cache_flag, free_bytes, num_blocks_of, place
+from kvferry.engines.mini.cache.plan import cache_flag, free_bytes, num_blocks_of, place
 from kvferry.engines.mini.models.cache_spec import GroupSpec, LayerCache, make_groups
 from kvferry.engines.mini.models.config import ModelConfig
 from kvferry.engines.mini.models.families import family_of

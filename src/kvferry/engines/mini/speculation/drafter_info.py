@@ -10,7 +10,8 @@ from kvferry.engines.mini.cache.pages import LayerPages
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.attention import StepBatch
 from kvferry.engines.mini.models.cache_spec import LayerCache
-from kvferry.engines.mini.models.config import ModelConfig, find_model, read_config, read_json
+from kvferry.engines.mini.models.catalog import model_directory, read_config
+from kvferry.engines.mini.models.config import ModelConfig
 from kvferry.engines.mini.models.families import family_of
 from kvferry.engines.mini.models.families.base import Weights
 from kvferry.engines.mini.models.families.layers import split_heads
@@ -23,6 +24,7 @@ from kvferry.engines.mini.speculation.draft_model import DRAFT_PREFIX, DraftMode
 from kvferry.engines.mini.speculation_settings import TEXT_METHODS, SpeculationSettings, SpeculativeConfig
 from kvferry.engines.mini.step import ChunkInput
 from kvferry.errors import ConfigError, UnknownModel
+from kvferry.modelfiles import read_json
 
 __all__ = ["DrafterInfo", "OpenWeights", "make_drafter", "open_drafter"]
 
@@ -106,7 +108,7 @@ def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelCo
                 "config.json). Use another method, or a checkpoint with modules."
             )
         return DrafterInfo(SpeculativeConfig(settings, modules.num_layers), None, modules)
-    own = find_model(settings.model or "")
+    own = model_directory(settings.model or "")
     if settings.method == "eagle3":
         if pp > 1:
             raise ConfigError(

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from kvferry.engines.mini.cache.pool import KVCache
-from kvferry.engines.mini.models.loading import LoadedModel, OpenedModel, open_weights
+from kvferry.engines.mini.models.checkpoint import Checkpoint
+from kvferry.engines.mini.models.loading import LoadedModel, OpenedModel
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.chain import Drafter
@@ -26,7 +27,7 @@ def load_drafter(card: DrafterInfo | None, model: LoadedModel, cache: KVCache, s
         return None
 
     def weights(directory: Path) -> OpenWeights:
-        return open_weights(directory, model.dtype, model.device)
+        return Checkpoint(directory, model.dtype, model.device)
 
     if card.aux_layers is not None:
         capture_hidden = getattr(model.network, "capture_hidden", None)

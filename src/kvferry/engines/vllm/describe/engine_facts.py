@@ -9,7 +9,8 @@ from typing import Any
 
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
-from kvferry.handshake.fingerprint import find_model, model_fingerprint, tokenizer_fingerprint
+from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
+from kvferry.modelfiles import find_model
 from kvferry.settings import FerrySettings, Role
 from kvferry.wire.versions import protocol_range
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.engines.mini.models.gguf.tokenizer_files import tokenizer, tokenizer_config
-from kvferry.engines.mini.models.progress import Progress
+from kvferry.engines.mini.models.progress import Reporter
 from kvferry.errors import ConfigError, UnknownModel
 
 __all__ = ["cache_directory", "converted", "gemma3_directory", "write_json"]
@@ -166,7 +166,8 @@ def _write_weights(file: Path, tensors: list[Any], path: Path, *, heads: dict[st
     from safetensors.torch import save_file
 
     weights: dict[str, torch.Tensor] = {}
-    with Progress(f"convert {file.name}", total_bytes=sum(t.n_bytes for t in tensors), num_items=len(tensors)) as bar:
+    total_bytes = sum(tensor.n_bytes for tensor in tensors)
+    with Reporter(f"convert {file.name}", total_bytes=total_bytes, total_tensors=len(tensors)) as reporter:
         for tensor in tensors:
             name = _name(file, tensor.name, GEMMA3_NAMES if arch == "gemma3" else LAYER_NAMES)
             if name is not None:
@@ -179,7 +180,7 @@ def _write_weights(file: Path, tensors: list[Any], path: Path, *, heads: dict[st
                 if arch == "gemma3" and name.endswith("norm.weight"):
                     array = array - 1  # llama.cpp adds the one that the network adds
                 weights[name] = torch.from_numpy(array.copy()).to(torch.bfloat16)
-            bar.advance(tensor.n_bytes)
+            reporter.advance(tensor.n_bytes)
         save_file(weights, path, metadata={"format": "pt"})
 
 
