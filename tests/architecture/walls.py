@@ -90,15 +90,10 @@ ROOMS: Mapping[str, set[str]] = {
     "mini.cache": MINI_MODELS,
     "mini.compute": MINI_CACHE,  # and so never the connector
     "mini.speculation": MINI_COMPUTE | {"connector.lookahead"},
-    "mini.ranks": MINI_COMPUTE
-    | {"mini.speculation", "connector.base", "connector.worker"},
-    "mini.scheduling": MINI_RECORDS
-    | {"mini.models", "mini.speculation", "connector.base", "connector.lookahead"},
-    "mini.drafting": MINI_COMPUTE
-    | {"mini.speculation", "mini.ranks", "mini.scheduling", "connector.lookahead"},
-    "mini.engine": MINI_COMPUTE
-    | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting"}
-    | CONNECTOR,
+    "mini.ranks": MINI_COMPUTE | {"mini.speculation", "connector.base", "connector.worker"},
+    "mini.scheduling": MINI_RECORDS | {"mini.models", "mini.speculation", "connector.base", "connector.lookahead"},
+    "mini.drafting": MINI_COMPUTE | {"mini.speculation", "mini.ranks", "mini.scheduling", "connector.lookahead"},
+    "mini.engine": MINI_COMPUTE | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting"} | CONNECTOR,
     "mini.server": MINI_RECORDS | {"web", "mini.scheduling", "mini.engine"},
     "mini.worker": MINI_COMPUTE
     | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.engine"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvferry.engines.mini.compute.sampling import sample, probabilities, uniform
+from kvferry.engines.mini.compute.sampling import probabilities, sample, uniform
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
 
 __all__ = ["Drafts", "accept_number", "draft_number", "instead_number", "name_next"]
