@@ -10,7 +10,7 @@ from tests.harness.repository import ROOT
 
 RULES = ROOT / "docs" / "reference" / "rules.md"
 ROOMS = ("src", "models", "tests", "benchmarks", "examples", "training", "docs")
-NEVER = re.compile(r"\b(?:spec|design|mobility|house|peers|faults|vllm_contract|docs_walk)\.md\b|\bshared/\w")
+NEVER = re.compile(r"(?<![\w-])(?:spec|design|mobility|house|peers|faults|vllm_contract|docs_walk)\.md\b|\bshared/\w")
 ELSEWHERE = {"argparse.py", "api_server.py", "_api.py", "_bindings.py", "contributing.md", "changelog.md"}
 """Files of other projects, and pages that only the site has."""
 
