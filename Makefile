@@ -122,7 +122,7 @@ changes: setup  ## what the next release's section of the changelog would say, f
 
 coverage: setup  ## branch coverage of the pure tests, room by room; details in out/coverage
 	@rm -rf out/coverage && mkdir -p out/coverage
-	COVERAGE_CORE=ctrace $(BIN)/coverage run -m pytest -q -n auto -m 'not process and not engine and not vllm and not slow'
+	COVERAGE_CORE=ctrace $(BIN)/coverage run -m pytest -q -n auto -m 'not process and not engine and not vllm and not slow' || echo 'some tests failed; the table counts what ran'
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o out/coverage/coverage.json
 	$(BIN)/python -m tests.harness.coverage_by_room out/coverage/coverage.json
 
