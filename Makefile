@@ -111,7 +111,7 @@ docs: setup  ## the pages that are made from code: docs/reference/settings.md an
 	$(BIN)/python -m kvferry.cli.support.reference_pages
 
 site: $(SITE)  ## the documentation as a site, in out/site; a dead link or anchor fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "out/site/index.html"
 $(SITE): $(STAMP)
 	$(BIN)/python $(PIP) mkdocs-material -c constraints.txt
