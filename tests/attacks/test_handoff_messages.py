@@ -172,7 +172,7 @@ def test_nobody_ends_the_handoff_of_another_engine(kind: type[Any]) -> None:
     pair.offer("t")
     pair.deliver()
     (prefill,) = pair.prefill
-    prefill.core.introduce("mallory", "m1", 1, pair.now_s)  # type: ignore[arg-type]
+    prefill.core.peer_accepted("mallory", "m1", 1, pair.now_s)  # type: ignore[arg-type]
     told = {"reason": "x"} if kind is not Confirm else {}
     prefill.core.message("mallory/m1/0", kind(to="p1", transfer="t", ranks=1, **told), pair.now_s)  # type: ignore[arg-type]
     pair.act()

@@ -88,7 +88,7 @@ def test_nothing_is_kept_of_forgotten_peers() -> None:
 def depart(pair: Pair, ranks: list[Rank], engine: str) -> None:
     start = pair.prefill_start if engine == "p" else pair.decode_start
     for rank in ranks:
-        rank.core.depart(EngineId(engine), Incarnation(f"{engine}{start}"), "it is gone", pair.now_s)
+        rank.core.peer_gone(EngineId(engine), Incarnation(f"{engine}{start}"), "it is gone", pair.now_s)
     pair.act()
 
 
@@ -167,8 +167,8 @@ def test_after_a_departure_its_messages_change_nothing_until_it_is_introduced_ag
 def test_the_departure_of_another_incarnation_changes_nothing() -> None:
     """I6."""
     pair = Pair(PULL)
-    pair.decode[0].core.depart(EngineId("p"), Incarnation("p0"), "old", pair.now_s)
-    pair.decode[0].core.depart(EngineId("q"), Incarnation("p1"), "unknown", pair.now_s)
+    pair.decode[0].core.peer_gone(EngineId("p"), Incarnation("p0"), "old", pair.now_s)
+    pair.decode[0].core.peer_gone(EngineId("q"), Incarnation("p1"), "unknown", pair.now_s)
     assert not pair.decode[0].core.take_actions()
     pair.offer("t1")
     pair.want("t1")
@@ -244,7 +244,7 @@ def tables(engine: Engine) -> dict[str, int]:
         "presence": len(driver._presence),
         "peers": core.num_peers,
         "core engines": len(core._engines),
-        "beats": len(core.prefill._beats._beats) + len(core.decode._beats._beats),
+        "beats": len(core.prefill._heartbeats._beats) + len(core.decode._heartbeats._beats),
         "grants": len(core.prefill._grants),
         "receives": len(core.decode._receives),
         "transport": len(transport._peers),

@@ -68,14 +68,14 @@ def test_nobody_waits_while_a_prompt_is_computed_and_somebody_does_once_it_is_wh
     """The driver looks for messages less often then: each look costs the thread that computes it."""
     pair = Pair(TransferMode.PULL)
     prefill, decode = pair.prefill[0].core, pair.decode[0].core
-    assert not prefill.awaited
+    assert not prefill.reply_expected
     pair.offer("t1", stop=2, final=False)
-    assert not prefill.awaited
+    assert not prefill.reply_expected
     pair.want("t1")
-    assert decode.awaited
+    assert decode.reply_expected
     pair.offer("t1")
-    assert prefill.awaited
+    assert prefill.reply_expected
     pair.deliver()
     pair.finish_all()
-    assert not prefill.awaited
-    assert not decode.awaited
+    assert not prefill.reply_expected
+    assert not decode.reply_expected

@@ -45,14 +45,14 @@ def twice(off: Prepare) -> Callable[[Body], Any]:
 
 def deaf_to_silence(core: RankProtocol) -> None:
     """Nobody notices that a peer is silent."""
-    original = core.decode._look_alive
+    original = core.decode._watch
 
-    def look(receive: Receive, now_s: float) -> None:
+    def watch(receive: Receive, now_s: float) -> float:
         for source in receive.sources.values():
-            source.heard_s = now_s
-        original(receive, now_s)
+            source.alive_at_s = now_s
+        return original(receive, now_s)
 
-    core.decode._look_alive = look  # type: ignore[method-assign]
+    core.decode._watch = watch  # type: ignore[method-assign]
 
 
 @twice(off=deaf_to_silence)
@@ -94,7 +94,7 @@ def test_decode_aborts_after_it_registered_and_its_blocks_are_wanted(prepare: Pr
 
 def lease_without_end(core: RankProtocol) -> None:
     """A holder believes that a lease lasts for ever."""
-    core.prefill._beats.held_s = lambda sent_s, ttl_s: sent_s + 1e6  # type: ignore[method-assign]
+    core.prefill._heartbeats.held_s = lambda sent_s, ttl_s: sent_s + 1e6  # type: ignore[method-assign]
 
 
 @twice(off=lease_without_end)
@@ -132,7 +132,7 @@ def test_one_rank_fails_while_its_sibling_still_writes(prepare: Prepare) -> None
     assert not decode.report.landed
 
 
-@twice(off=lambda core: setattr(core.decode._holds, "keep", lambda *args: None))
+@twice(off=lambda core: setattr(core.decode._keep_alives, "keep", lambda *args: None))
 def test_decode_queued_longer_than_the_lease(prepare: Prepare) -> None:
     """R25: heartbeats for a request that waits in decode's queue keep prefill's blocks."""
     pair = Pair(PULL, prepare=prepare)
@@ -239,7 +239,7 @@ def test_duplicate_late_and_unknown_notifications(prepare: Prepare) -> None:
 
 def whole_units_only(core: RankProtocol) -> None:
     """Only whole blocks are moved, also at the end."""
-    core.prefill._ports.unit = 16  # type: ignore[attr-defined]
+    core.prefill._queries.unit = 16  # type: ignore[attr-defined]
     original = core.prefill._progress
 
     def progress(grant: Any, consumer: Any, now_s: float) -> None:
@@ -312,7 +312,7 @@ def never_cuts(core: RankProtocol) -> None:
 
     def fail(receive: Receive, reason: str, now_s: float) -> None:
         original(receive, reason, now_s)
-        receive.cut_s = float("inf")
+        receive.disconnect_s = float("inf")
         receive.report_s = float("inf")
 
     core.decode._fail = fail  # type: ignore[method-assign]

@@ -55,7 +55,7 @@ def test_a_lost_connection_alone_is_not_a_death(silent: tuple[Pair, Rank]) -> No
 def test_a_writer_whose_engine_has_restarted_is_dead(silent: tuple[Pair, Rank]) -> None:
     pair, decode = silent
     pair.step(TTL_S + 0.5, deliver=False)
-    decode.core.introduce(EngineId("p"), Incarnation("p2"), 1, pair.now_s)
+    decode.core.peer_accepted(EngineId("p"), Incarnation("p2"), 1, pair.now_s)
     pair.act()
     pair.step(QUARANTINE_S + 0.5, deliver=False)
     assert decode.report.released == {"t"}

@@ -129,9 +129,11 @@ class Pair:
     def _introduce(self) -> None:
         for rank in self.prefill:
             if self.decode:
-                rank.core.introduce(EngineId("d"), Incarnation(f"d{self.decode_start}"), len(self.decode), self.now_s)
+                rank.core.peer_accepted(
+                    EngineId("d"), Incarnation(f"d{self.decode_start}"), len(self.decode), self.now_s
+                )
         for rank in self.decode:
-            rank.core.introduce(EngineId("p"), Incarnation(f"p{self.prefill_start}"), len(self.prefill), self.now_s)
+            rank.core.peer_accepted(EngineId("p"), Incarnation(f"p{self.prefill_start}"), len(self.prefill), self.now_s)
         self.act()
 
     # ---- carrying

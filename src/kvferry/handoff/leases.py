@@ -21,16 +21,16 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 _MAX_UNACKED = 64
 _MIN_EVERY_S = 0.005
-"""However short a lease the peer states: it must not make us spin."""
+"""However short a lease the peer states, it must not make us spin."""
 
 
 def first_of(*times_s: float | None) -> float | None:
-    """The earliest; None: never."""
+    """Returns the earliest time, or None for never."""
     return min((at_s for at_s in times_s if at_s is not None), default=None)
 
 
 class Timers(Generic[KeyT]):
-    """A deadline a key. Setting one again replaces it."""
+    """At most one deadline per key. Setting one again replaces it."""
 
     def __init__(self) -> None:
         self._at: dict[KeyT, float] = {}
@@ -41,25 +41,25 @@ class Timers(Generic[KeyT]):
         return len(self._at)
 
     def set(self, key: KeyT, at_s: float) -> None:
-        """Wake `key` at this time, and not before."""
+        """`pop_due` shall return `key` at this time, and not before."""
         if self._at.get(key) != at_s:
             self._at[key] = at_s
             self._count += 1
             heappush(self._heap, (at_s, self._count, key))
 
     def clear(self, key: KeyT) -> None:
-        """Don't wake `key`."""
+        """Removes the deadline of `key`."""
         self._at.pop(key, None)
 
     def next_s(self) -> float | None:
-        """When the first key is due."""
+        """Returns when the first key is due, or None for never."""
         heap, at = self._heap, self._at
         while heap and at.get(heap[0][2]) != heap[0][0]:
             heappop(heap)
         return heap[0][0] if heap else None
 
     def pop_due(self, now_s: float) -> list[KeyT]:
-        """All keys that are due, each once; they have no deadline any more."""
+        """Returns all keys that are due, each once; they have no deadline any more."""
         due = []
         heap, at = self._heap, self._at
         while heap and heap[0][0] <= now_s:
@@ -80,7 +80,7 @@ class _Beat:
 
 
 class Heartbeats:
-    """What a holder renews, and when it last did so with success. One batch a peer rank."""
+    """What a holder renews, and when it last did so with success: one message per peer rank, however many grants."""
 
     def __init__(self, lease: LeaseSettings, *, from_decode: bool) -> None:
         self._lease = lease
@@ -90,7 +90,7 @@ class Heartbeats:
         self._seq = 0
 
     def held_s(self, sent_s: float, ttl_s: float) -> float:
-        """Until when a grant of `ttl_s`, whose acknowledged renewal was sent at `sent_s`, may be used."""
+        """Returns until when a grant of `ttl_s` may be used, if its acknowledged renewal was sent at `sent_s`."""
         return sent_s + ttl_s * (1.0 - self._lease.drift)
 
     def add(self, peer: Peer, transfer: TransferId, now_s: float, ttl_s: float | None = None) -> None:
@@ -105,8 +105,8 @@ class Heartbeats:
             self._timers.set(peer.name, now_s + beat.every_s)
         beat.members[transfer] = None
 
-    def urge(self, peer: Peer, transfer: TransferId, now_s: float) -> None:
-        """Renew this one at the next tick, before its turn."""
+    def renew_now(self, peer: Peer, transfer: TransferId, now_s: float) -> None:
+        """Renew this grant at the next tick, before its turn."""
         beat = self._beats.get(peer.name)
         if beat is not None and transfer in beat.members:
             beat.urgent[transfer] = None
@@ -127,7 +127,7 @@ class Heartbeats:
         self._timers.clear(peer)
 
     def note_sent(self, peer: Peer, transfer: TransferId, now_s: float) -> int:
-        """Another message serves as a renewal of this one transfer: its number, to be echoed."""
+        """Another message serves as a renewal of this one transfer. Returns the number that the peer will echo."""
         beat = self._beats[peer.name]
         return self._sent(beat, now_s, (transfer,))
 
@@ -139,11 +139,11 @@ class Heartbeats:
         return self._seq
 
     def next_s(self) -> float | None:
-        """When `tick` has something to do."""
+        """Returns when `tick` next has something to do."""
         return self._timers.next_s()
 
     def tick(self, now_s: float) -> Iterator[tuple[Peer, Renew]]:
-        """The renewals that are due now."""
+        """Yields the renewals that are due now."""
         for name in self._timers.pop_due(now_s):
             beat = self._beats[name]
             due = tuple(beat.urgent or beat.members)
@@ -162,11 +162,11 @@ class Heartbeats:
                 )
 
     def acked(self, peer: PeerName, ack: RenewAck) -> tuple[float, tuple[TransferId, ...]] | None:
-        """When the acknowledged renewal was sent, and what of it goes on; None for an answer to nothing of ours."""
+        """Returns when the acknowledged renewal was sent and what it named, or None for an answer to none of ours."""
         return self._match(peer, ack.seq)
 
     def claim_acked(self, peer: PeerName, seq: int) -> float:
-        """When the claim with this number was sent; minus infinity if that is none of ours."""
+        """Returns when the claim with this number was sent, or minus infinity if it is none of ours."""
         matched = self._match(peer, seq)
         return float("-inf") if matched is None else matched[0]
 

@@ -1,4 +1,7 @@
-"""One rank's hand-offs: the prefill and the decode machine, the peers they know, and who a message is for.
+"""One rank's hand-offs: the two machines, the peers that they know, and whom a message is for.
+
+Life of a peer engine: accepted (by the handshake), then gone (it restarted, fits no longer, or was silent). In between,
+its ranks may be lost and connected again any number of times.
 
 Still no I/O: the driver and the simulator feed it the same events, and carry out the same actions.
 """
@@ -32,13 +35,13 @@ __all__ = ["RankProtocol"]
 
 
 class RankProtocol:
-    """Both machines of one rank. Not thread-safe: one thread calls it."""
+    """Both machines of one rank. Not thread-safe: one thread calls everything."""
 
     def __init__(
         self,
         settings: FerrySettings,
-        prefill_ports: LayoutQueries,
-        decode_ports: LayoutQueries,
+        prefill_queries: LayoutQueries,
+        decode_queries: LayoutQueries,
         incarnation: Incarnation,
         *,
         num_ranks: int,
@@ -48,54 +51,55 @@ class RankProtocol:
         self._incarnation = incarnation
         self._engines: dict[EngineId, tuple[Peer, ...]] = {}
         self._peers: dict[PeerName, Peer] = {}
-        self.prefill = PrefillMachine(settings, prefill_ports, limits)
+        self.prefill = PrefillMachine(settings, prefill_queries, limits)
         self.decode = DecodeMachine(
-            settings, decode_ports, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix
+            settings, decode_queries, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix
         )
         self.num_stale = 0
+        """Messages of strangers, or of or to an old incarnation."""
         self._ended = HandoffStats()
         self._actions: list[Action] = []
 
     # ---- peers
 
-    def introduce(self, engine: EngineId, incarnation: Incarnation, num_ranks: int, now_s: float) -> None:
-        """An engine was accepted. Another incarnation of it is gone from now on (I6)."""
+    def peer_accepted(self, engine: EngineId, incarnation: Incarnation, num_ranks: int, now_s: float) -> None:
+        """An engine was accepted. Any other incarnation of it is gone from now on (I6)."""
         known = self._engines.get(engine)
         if known is not None and known[0].incarnation == incarnation:
             return
         if known is not None:
-            self.depart(engine, known[0].incarnation, "it has restarted", now_s)
+            self.peer_gone(engine, known[0].incarnation, "it has restarted", now_s)
         peers = tuple(
             Peer(peer_name(engine, incarnation, rank), engine, incarnation, rank) for rank in range(num_ranks)
         )
         self._engines[engine] = peers
         for peer in peers:
             self._peers[peer.name] = peer
-        self.decode.replaced(engine, incarnation, now_s)
+        self.decode.peer_restarted(engine, incarnation, now_s)
 
-    def depart(self, engine: EngineId, incarnation: Incarnation, why: str, now_s: float) -> None:
-        """Forget an engine. Hand-offs with it end as after `peer_lost`: by lease and quarantine, no sooner."""
+    def peer_gone(self, engine: EngineId, incarnation: Incarnation, reason: str, now_s: float) -> None:
+        """Forgets an engine. Hand-offs with it end as after `peer_lost`: by lease and quarantine, no sooner."""
         known = self._ranks_of(engine, incarnation)
         if known is None:
             return
         for peer in known:
-            self.peer_lost(peer.name, why, now_s)
+            self.peer_lost(peer.name, reason, now_s)
             del self._peers[peer.name]
         del self._engines[engine]
 
-    def greet(self, name: PeerName) -> None:
-        """Ask a peer for a sign of life: it answers a renewal of nothing like any other, if it knows us."""
+    def ping(self, name: PeerName) -> None:
+        """Asks a peer for a sign of life. The question is a renewal of nothing, which a peer that knows us answers."""
         peer = self._peers.get(name)
         if peer is not None:
             self._actions.append(Send(peer, Renew(to=peer.incarnation, seq=0, from_decode=True, transfers=())))
 
     def take_silent(self) -> list[Peer]:
-        """Peers that gave no sign of life for a hand-off of ours; each failure is given once."""
+        """Returns the peers that gave no sign of life during a hand-off of ours; each failure is returned once."""
         silent, self.decode.silent = self.decode.silent, []
         return silent
 
-    def peer_lost(self, name: PeerName, why: str, now_s: float, *, dead: bool = False) -> None:
-        """The transport lost it. Hand-offs with it end; it stays known, and may be connected again.
+    def peer_lost(self, name: PeerName, reason: str, now_s: float, *, dead: bool = False) -> None:
+        """The transport lost a peer. Hand-offs with it end; it stays known, and may be connected again.
 
         `dead`: the transport says that there is no process at the other end, which can write nothing more.
         """
@@ -104,7 +108,7 @@ class RankProtocol:
             return
         self._actions.append(Disconnect(peer))
         self.prefill.peer_lost(peer, now_s)
-        self.decode.peer_lost(peer, why, now_s, dead=dead)
+        self.decode.peer_lost(peer, reason, now_s, dead=dead)
 
     def _ranks_of(self, engine: str, incarnation: str) -> tuple[Peer, ...] | None:
         peers = self._engines.get(EngineId(engine))
@@ -113,29 +117,29 @@ class RankProtocol:
     # ---- events
 
     def orders(self, orders: StepOrders, now_s: float) -> None:
-        """What the scheduler half says; `introduce` is the caller's part: it needs decoding."""
+        """Carries out orders of the scheduler half, except `accepted` and `gone`, which the driver does first."""
         prefill, decode = self.prefill, self.decode
         for offer in orders.offer:
             prefill.offer(offer, now_s)
         for withdraw in orders.withdraw:
             prefill.withdraw(withdraw, now_s)
-        for hold in orders.keep_alive:
-            decode.hold(hold, now_s)
-        for want in orders.fetch:
-            decode.want(want, now_s)
+        for keep_alive in orders.keep_alive:
+            decode.keep_alive(keep_alive, now_s)
+        for fetch in orders.fetch:
+            decode.fetch(fetch, now_s)
         for cancel in orders.cancel:
             decode.cancel(cancel, now_s)
 
     def message(self, name: PeerName, message: Message, now_s: float) -> None:
-        """A message from a peer's rank. From strangers, old incarnations or to our old incarnation: nothing happens."""
+        """A message came from a peer's rank. One of a stranger, or of or to an old incarnation, changes nothing."""
         peer = self._peers.get(name)
         if peer is None or message.to != self._incarnation:
             self.num_stale += 1
             return
         if isinstance(message, Renew):
-            (self.prefill if message.from_decode else self.decode).renew(peer, message, now_s)
+            (self.prefill if message.from_decode else self.decode).on_renew(peer, message, now_s)
         elif isinstance(message, RenewAck):
-            (self.decode if message.to_decode else self.prefill).renewed(peer, message, now_s)
+            (self.decode if message.to_decode else self.prefill).on_renew_ack(peer, message, now_s)
         elif isinstance(message, Ready | Wrote | Fail | Stopped):
             self._for_decode(peer, message, now_s)
         else:
@@ -144,26 +148,26 @@ class RankProtocol:
     def _for_decode(self, peer: Peer, message: Ready | Wrote | Fail | Stopped, now_s: float) -> None:
         decode = self.decode
         if isinstance(message, Ready):
-            decode.ready(peer, message, now_s)
+            decode.on_ready(peer, message, now_s)
         elif isinstance(message, Wrote):
-            decode.wrote(peer, message, now_s)
+            decode.on_wrote(peer, message, now_s)
         elif isinstance(message, Fail):
-            decode.fail(peer, message, now_s)
+            decode.on_fail(peer, message, now_s)
         else:
-            decode.stopped(peer, message, now_s)
+            decode.on_stopped(peer, message, now_s)
 
     def _for_prefill(self, peer: Peer, message: Claim | Register | Confirm | Drop | Revoke, now_s: float) -> None:
         prefill = self.prefill
         if isinstance(message, Claim):
-            prefill.claim(peer, message, now_s)
+            prefill.on_claim(peer, message, now_s)
         elif isinstance(message, Register):
-            prefill.register(peer, message, now_s)
+            prefill.on_register(peer, message, now_s)
         elif isinstance(message, Confirm):
-            prefill.confirm(peer, message, now_s)
+            prefill.on_confirm(peer, message, now_s)
         elif isinstance(message, Drop):
-            prefill.drop(peer, message, now_s)
+            prefill.on_drop(peer, message, now_s)
         else:
-            prefill.revoke(peer, message, now_s)
+            prefill.on_revoke(peer, message, now_s)
 
     def completed(
         self,
@@ -180,16 +184,16 @@ class RankProtocol:
             self.decode.completed(post, error, now_s, started=started, num_bytes=num_bytes, num_runs=num_runs)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due by now."""
+        """Does what is due by now."""
         self.prefill.tick(now_s)
         self.decode.tick(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """When `tick` has something to do; None: never."""
+        """Returns when `tick` next has something to do, or None for never."""
         return first_of(self.prefill.next_deadline_s(), self.decode.next_deadline_s())
 
     def shut_down(self, now_s: float) -> None:
-        """We end: peers are told, and nothing new begins."""
+        """Ends every hand-off, with a message to each peer concerned; nothing new begins."""
         self.prefill.drain(now_s)
         self.prefill.withdraw_all("prefill is shutting down", now_s)
         self.decode.cancel_all("decode is shutting down", now_s)
@@ -197,7 +201,7 @@ class RankProtocol:
     # ---- what comes out
 
     def take_actions(self) -> list[Action]:
-        """What is to be done, in order. Each is given once."""
+        """Returns what is to be done, in order. Each action is returned once."""
         taken = self._actions
         taken += self.prefill.actions
         taken += self.decode.actions
@@ -207,7 +211,7 @@ class RankProtocol:
         return taken
 
     def take_report(self) -> StepReport | None:
-        """What has ended since the last call; None: nothing."""
+        """Returns what has ended since the last call, or None for nothing."""
         prefill, decode = self.prefill, self.decode
         if not (decode.landed or decode.failed or decode.released or prefill.released):
             return None
@@ -230,7 +234,7 @@ class RankProtocol:
         return report
 
     def stats(self) -> HandoffStats:
-        """What has ended since the start, and what is open now."""
+        """Returns what has ended since the start, and what is open now."""
         return replace(
             self._ended,
             open_grants=self.prefill.num_open,
@@ -241,18 +245,18 @@ class RankProtocol:
 
     @property
     def idle(self) -> bool:
-        """No block of our engine is in our hands. Peers may still ask for what was never offered."""
+        """True if the connector has no block of our engine. Peers may still ask for what was never offered."""
         return not (self.prefill.num_open or self.decode.num_open)
 
     @property
-    def awaited(self) -> bool:
-        """Somebody waits for the very next message: for a whole prompt that is offered here, or for a receive of ours.
+    def reply_expected(self) -> bool:
+        """True if the next message matters at once: a whole prompt is offered here, or a receive of ours is open.
 
-        While a prompt is computed nobody does: what a peer says of it can wait until more of it is there.
+        While a prompt is being computed nothing waits: what a peer says of it can wait until more of it is there.
         """
         return bool(self.decode.num_open) or self.prefill.has_final
 
     @property
     def num_peers(self) -> int:
-        """Ranks that were introduced."""
+        """The number of ranks of accepted peers."""
         return len(self._peers)

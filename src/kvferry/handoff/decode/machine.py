@@ -1,30 +1,32 @@
-"""The decode side of hand-offs, one rank: what we asked for, what has arrived, and when our blocks are ours again.
+"""The decode side of hand-offs, one rank: what was asked for, what has arrived, and when the blocks are ours again.
 
-Life of one receive (a wanted transfer at this rank):
+Life of one receive (a fetched transfer at this rank; handoff/transitions.py has every move):
 
-1. ASKED      every prefill rank that owes us something was sent a Claim (pull) or a Register (push).
-2. MOVING     parts arrive: our reads end (pull), or Wrote messages come with the last byte of each part (push).
-3. LANDED     every part of every prefill rank is here, under a lease that was valid, and its digest is right;
-              each prefill rank was told (Confirm). Reported once; the blocks are the engine's.
-   FAILED     from 1 or 2. Reported once, when our reads in flight have ended or their time is over.
-4. RELEASED   after FAILED or a cancel: no read of ours is in flight, and each prefill rank has stopped, or its lease
-              and the quarantine are over. Reported once.
+1. OPEN       every prefill rank that has bytes for us was sent a Claim (pull) or a Register (push). Parts arrive: our
+              reads end (pull), or Wrote messages come with the last byte of each part (push).
+2. LANDED     every part of every prefill rank is here, under a lease that was valid, and its digest is right; each
+              prefill rank was sent a Confirm. Reported once; the blocks are the engine's.
+   FAILING    nothing new starts. When our reads in flight have ended, or their time is over, the failure is reported.
+   FAILED     the engine knows of the failure, or cancelled. Blocks wait until each prefill rank has stopped, or its
+              lease and the quarantine are over.
+3. RELEASED   after FAILED, when no read of ours is in flight and every source is finished. Reported once.
 
-A source (one prefill rank of a receive) is WAITING (asked, no answer), ACTIVE (granted, or holds our grant), DONE
-(all arrived and confirmed) or QUIET (touches nothing any more).
+Every handler records what happened, then calls `_advance`: only there are failures and releases reported.
 """
 
 from collections.abc import Callable, Sequence
 
 from kvferry.handoff.actions import Action, Disconnect, LayoutQueries, Peer, PostId, Send
-from kvferry.handoff.decode.receive import Receive, Source, State, claim, confirm, drop, read, register, revoke
+from kvferry.handoff.decode.messages import make_claim, make_confirm, make_drop, make_read, make_register, make_revoke
+from kvferry.handoff.decode.receive import Receive, Source
 from kvferry.handoff.keep_alives import KeepAlives
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed
+from kvferry.handoff.transitions import RECEIVE, SETTLED, SOURCE, ReceiveEvent, ReceiveState, SourceEvent, SourceState
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
-from kvferry.wire.handoff_messages import Fail, Ready, Renew, RenewAck, Stopped, Wrote, from_wire
+from kvferry.wire.handoff_messages import Fail, Ready, Renew, RenewAck, Stopped, Wrote
 
 __all__ = ["DecodeMachine"]
 
@@ -34,27 +36,27 @@ _NEVER = float("inf")
 class DecodeMachine:
     """All receives of one decode rank. No I/O: methods take the time, and leave actions in `actions`.
 
-    `ranks_of` gives the ranks of an introduced incarnation, or None. `whole_prefix` says that what arrived of a failed
+    `ranks_of` returns the ranks of an accepted incarnation, or None. `whole_prefix` says that what arrived of a failed
     hand-off can be used as a prefix: all cache groups keep every token.
     """
 
     def __init__(
         self,
         settings: FerrySettings,
-        ports: LayoutQueries,
+        queries: LayoutQueries,
         ranks_of: Callable[[str, str], Sequence[Peer] | None],
         *,
         num_ranks: int,
         whole_prefix: bool = True,
     ) -> None:
         self._lease = settings.lease
-        self._ports = ports
+        self._queries = queries
         self._ranks_of = ranks_of
         self._num_ranks = num_ranks
         self._whole_prefix = whole_prefix
         self._receives: dict[TransferId, Receive] = {}
-        self._beats = Heartbeats(settings.lease, from_decode=True)
-        self._holds = KeepAlives(self._beats, settings.transfer.deadline_s)
+        self._heartbeats = Heartbeats(settings.lease, from_decode=True)
+        self._keep_alives = KeepAlives(self._heartbeats, settings.transfer.deadline_s)
         self._timers: Timers[TransferId] = Timers()
         self._posts: dict[PostId, tuple[Receive, Source]] = {}
         self._num_posts = 0
@@ -63,188 +65,157 @@ class DecodeMachine:
         self.failed: list[Failed] = []
         self.released: list[TransferId] = []
         self.silent: list[Peer] = []
+        """Peers that gave no sign of life during a hand-off; the caller takes them."""
         self.num_expired = self.num_ignored = 0
 
     # ---- orders of our engine
 
-    def hold(self, order: KeepAlive, now_s: float) -> None:
+    def keep_alive(self, order: KeepAlive, now_s: float) -> None:
         """The request waits in our queue: renew prefill's grant."""
         if order.transfer not in self._receives:
-            self._holds.keep(order.transfer, self._ranks_of(order.engine, order.incarnation) or (), now_s)
+            self._keep_alives.keep(order.transfer, self._ranks_of(order.engine, order.incarnation) or (), now_s)
 
-    def want(self, order: Fetch, now_s: float) -> None:
-        """Begin a receive. An unknown peer fails it at once; an empty want lands at once."""
+    def fetch(self, order: Fetch, now_s: float) -> None:
+        """Begins a receive. An unknown peer fails it at once; an empty range lands at once."""
         if order.transfer in self._receives:
             self.num_ignored += 1
             return
-        self._holds.end(order.transfer)
+        self._keep_alives.end(order.transfer)
         peers = self._ranks_of(order.engine, order.incarnation)
         if peers is None:
             reason = f"prefill engine {order.engine!r} is not known, or has restarted"
-            nothing = TokenRange(order.wanted.start, order.wanted.start)
-            self.failed.append(Failed(order.transfer, order.request, reason, nothing))
+            start = order.wanted.start
+            self.failed.append(Failed(order.transfer, order.request, reason, TokenRange(start, start)))
             self.released.append(order.transfer)
             return
         receive = Receive(order, now_s, now_s + order.deadline_s)
         self._receives[order.transfer] = receive
         for peer in peers:
-            source = Source(peer, State.WAITING, now_s, now_s)
-            source.arrived_to = source.cut_to = order.wanted.start
-            if len(order.wanted) and self._ports.owes(peer):
-                receive.sources[peer.rank] = source
-                if receive.pull:
-                    self._beats.add(peer, order.transfer, now_s)
-                self._ask(receive, source, now_s)
-            else:
+            if not len(order.wanted) or not self._queries.owes(peer):
                 self._confirm(receive, peer)
-        if all(source.over for source in receive.sources.values()):
+                continue
+            source = receive.sources[peer.rank] = Source(peer, alive_at_s=now_s, asked_s=now_s)
+            source.arrived_to = source.cutter.next_token = order.wanted.start
+            if receive.pull:
+                self._heartbeats.add(peer, order.transfer, now_s)
+            self._ask(receive, source, now_s)
+        if not receive.sources:
             self._land(receive, now_s)
-        else:
-            self._look(receive, now_s)
+        self._advance(receive, now_s)
 
     def cancel(self, order: Cancel, now_s: float) -> None:
-        """The request is gone; no end but `released` is reported any more."""
-        receive = self._receives.get(order.transfer)
-        if receive is not None:
-            receive.reported = True
-            self._fail(receive, f"cancelled: {order.reason}", now_s)
+        """The request is gone; nothing but `released` is reported of it any more."""
+        if (receive := self._receives.get(order.transfer)) is not None:
+            self._cancel(receive, f"cancelled: {order.reason}", now_s)
             return
-        self._holds.end(order.transfer)
+        self._keep_alives.end(order.transfer)
         for peer in self._ranks_of(order.engine, order.incarnation) or ():
-            self._drop(order.transfer, peer, order.reason)
+            self.actions.append(Send(peer, make_drop(order.transfer, peer, self._num_ranks, order.reason)))
 
     def cancel_all(self, reason: str, now_s: float) -> None:
-        """Cancel everything that is open."""
+        """Cancels everything that is open."""
         for receive in list(self._receives.values()):
-            receive.reported = True
-            self._fail(receive, reason, now_s)
+            self._cancel(receive, reason, now_s)
 
     # ---- messages of prefill ranks
 
-    def ready(self, peer: Peer, message: Ready, now_s: float) -> None:
+    def on_ready(self, peer: Peer, message: Ready, now_s: float) -> None:
         """Pull: more may be read."""
-        found = self._find(peer, message.transfer)
-        if found is None:
+        if (found := self._find(peer, message.transfer)) is None:
             return
         receive, source = found
-        if receive.failed is not None or not receive.pull or source.state not in (State.WAITING, State.ACTIVE):
+        if receive.state is not ReceiveState.OPEN or not receive.pull or source.state in SETTLED:
             return
-        source.heard_s = now_s
+        source.alive_at_s = now_s
         if message.ack:
-            source.acked_s = max(source.acked_s, self._beats.claim_acked(peer.name, message.ack))
+            source.acked_s = max(source.acked_s, self._heartbeats.claim_acked(peer.name, message.ack))
         source.ttl_s = message.ttl_s
-        source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
-        if message.start > receive.want.wanted.start:
-            want = receive.want.wanted
-            self._fail(receive, f"prefill has tokens from {message.start}, {want.start} was asked for", now_s)
-            return
-        receive.grant(source, now_s)
-        self._beats.add(peer, receive.want.transfer, now_s, message.ttl_s)
-        if not source.final and (message.final or message.stop >= source.ready_stop):
-            source.tables, source.ready_stop, source.final = from_wire(message.tables), message.stop, message.final
-            source.digest, source.note = message.digest, message.note
-            source.cut(receive.want, self._ports, self._lease.ttl_s)
-        self._pump(receive, source, now_s, urge=True)
-        self._look(receive, now_s)
+        source.lease_s = self._heartbeats.held_s(source.acked_s, source.ttl_s)
+        wanted = receive.fetch.wanted
+        if message.start > wanted.start:
+            self._fail(receive, f"prefill has tokens from {message.start}, {wanted.start} was asked for", now_s)
+        else:
+            receive.grant(source, now_s)
+            self._heartbeats.add(peer, receive.fetch.transfer, now_s, message.ttl_s)
+            if not source.final and (message.final or message.stop >= source.ready_stop):
+                source.extend(message, receive.fetch, self._queries, self._lease.ttl_s)
+            self._start_reads(receive, source, now_s)
+        self._advance(receive, now_s)
 
-    def wrote(self, peer: Peer, message: Wrote, now_s: float) -> None:
+    def on_wrote(self, peer: Peer, message: Wrote, now_s: float) -> None:
         """Push: a part is in our memory."""
-        found = self._find(peer, message.transfer)
-        if found is None:
+        if (found := self._find(peer, message.transfer)) is None:
             return
         receive, source = found
-        if receive.pull or source.over or message.part in source.parts:
+        if receive.pull or source.finished or message.part in source.parts:
             self.num_ignored += 1
             return
-        if not message.owes:
-            self._fail(receive, f"prefill rank {peer.rank} says that it has nothing for us", now_s)
-            return
-        source.parts.add(message.part)
-        if receive.failed is None:
-            source.heard_s = now_s
-        receive.num_bytes += message.num_bytes
-        receive.num_runs += message.num_runs
-        if message.parts:
-            source.num_parts, source.final, source.ready_stop = message.parts, True, message.stop
-            source.digest, source.note = message.digest, message.note
+        if message.owes:
+            self._record_part(receive, source, message, now_s)
         else:
-            source.arrive(message.start, message.stop)
-        if len(source.parts) == source.num_parts:
-            if message.parts and message.start > receive.want.wanted.start:
-                source.state = State.QUIET
-                self._fail(receive, f"prefill has tokens from {message.start} only", now_s)
-            else:
-                self._source_complete(receive, source, now_s)
-        self._look(receive, now_s)
+            self._fail(receive, f"prefill rank {peer.rank} says that it has nothing for us", now_s)
+        self._advance(receive, now_s)
 
-    def fail(self, peer: Peer, message: Fail, now_s: float) -> None:
+    def on_fail(self, peer: Peer, message: Fail, now_s: float) -> None:
         """A prefill rank cannot hand over."""
-        found = self._find(peer, message.transfer)
-        if found is None:
+        if (found := self._find(peer, message.transfer)) is None:
             return
         receive, source = found
-        if source.state is State.DONE:
-            return
-        if message.quiet and not receive.pull:
-            source.state = State.QUIET
-        self._fail(receive, message.reason, now_s)
+        if source.state is not SourceState.DONE:
+            if message.quiet and not receive.pull:
+                SOURCE.move(source, SourceEvent.STOP)
+            self._fail(receive, message.reason, now_s)
+            self._advance(receive, now_s)
 
-    def stopped(self, peer: Peer, message: Stopped, now_s: float) -> None:
+    def on_stopped(self, peer: Peer, message: Stopped, now_s: float) -> None:
         """Push: this prefill rank writes no more."""
-        found = self._find(peer, message.transfer)
-        if found is None:
+        if (found := self._find(peer, message.transfer)) is None:
             return
         receive, source = found
-        if source.state is not State.DONE and not receive.pull:
-            source.state = State.QUIET
+        if source.state is not SourceState.DONE and not receive.pull:
+            SOURCE.move(source, SourceEvent.STOP)
             self._fail(receive, "prefill has stopped", now_s)
+            self._advance(receive, now_s)
 
-    def renew(self, peer: Peer, message: Renew, now_s: float) -> None:
+    def on_renew(self, peer: Peer, message: Renew, now_s: float) -> None:
         """Push: the holder of grants on our blocks is alive."""
         ended = []
         for name in message.transfers:
-            receive = self._receives.get(TransferId(name))
-            source = None if receive is None else receive.sources.get(peer.rank)
-            if (
-                receive is None
-                or source is None
-                or source.peer != peer
-                or receive.pull
-                or receive.failed is not None
-                or source.over
-            ):
+            found = self._lookup(peer, name)
+            if found is None or found[0].pull or found[0].state is not ReceiveState.OPEN or found[1].finished:
                 ended.append(name)
                 continue
-            source.heard_s = now_s
-            if source.state is State.WAITING:
+            receive, source = found
+            source.alive_at_s = now_s
+            if source.state is SourceState.WAITING:
                 receive.grant(source, now_s)
-                self._look(receive, now_s)
+                self._advance(receive, now_s)
         ack = RenewAck(to=peer.incarnation, seq=message.seq, to_decode=False, ended=tuple(ended))
         self.actions.append(Send(peer, ack))
 
-    def renewed(self, peer: Peer, message: RenewAck, now_s: float) -> None:
+    def on_renew_ack(self, peer: Peer, message: RenewAck, now_s: float) -> None:
         """Pull: our lease goes on, from when we sent the renewal."""
-        matched = self._beats.acked(peer.name, message)
-        if matched is None:
+        if (matched := self._heartbeats.acked(peer.name, message)) is None:
             self.num_ignored += 1
             return
         sent_s, transfers = matched
         for transfer in transfers:
-            receive = self._receives.get(transfer)
-            source = None if receive is None else receive.sources.get(peer.rank)
-            if receive is None or source is None or source.peer != peer or source.over:
+            found = self._lookup(peer, transfer)
+            if found is None or found[1].finished:
                 continue
+            receive, source = found
             if transfer not in message.ended:
-                source.heard_s = now_s
+                source.alive_at_s = now_s
                 source.acked_s = max(source.acked_s, sent_s)
                 if source.ttl_s:
-                    source.lease_s = self._beats.held_s(source.acked_s, source.ttl_s)
-                self._pump(receive, source, now_s, urge=False)
-            elif source.state is State.ACTIVE:
+                    source.lease_s = self._heartbeats.held_s(source.acked_s, source.ttl_s)
+                self._start_reads(receive, source, now_s, renew=False)
+            elif source.state is SourceState.ACTIVE:
                 source.acked_s = source.lease_s = -_NEVER
                 self._fail(receive, "prefill has ended the grant", now_s)
+                self._advance(receive, now_s)
 
-    # ---- what the driver tells
+    # ---- what the driver reports
 
     def completed(
         self,
@@ -257,243 +228,272 @@ class DecodeMachine:
         num_runs: int = 0,
     ) -> bool:
         """A read of ours has ended. False: it is not one of ours."""
-        key = self._posts.pop(post, None)
-        if key is None:
+        if (key := self._posts.pop(post, None)) is None:
             return False
         receive, source = key
         part = source.in_flight.pop(post)
-        receive.num_bytes += num_bytes
-        receive.num_runs += num_runs
-        if source.cut_off:
+        receive.num_bytes, receive.num_runs = receive.num_bytes + num_bytes, receive.num_runs + num_runs
+        if source.disconnected:
             source.safe_s = now_s + self._lease.quarantine_s
         if not started:
             source.todo.appendleft(part)
-            self._pump(receive, source, now_s, urge=True)
+            self._start_reads(receive, source, now_s)
         elif error is not None:
             self._fail(receive, f"a read failed: {error}", now_s)
         elif now_s >= source.lease_s:
             self._fail(receive, "the lease ended while a read was in flight", now_s)
         else:
             source.arrive(part.tokens.start, part.tokens.stop)
-            if receive.failed is None and source.cut_last and not source.todo and not source.in_flight:
-                self._source_complete(receive, source, now_s)
-        self._look(receive, now_s)
+            moved = source.cutter.finished and not source.todo and not source.in_flight
+            if receive.state is ReceiveState.OPEN and moved:
+                self._complete_source(receive, source, now_s)
+        self._advance(receive, now_s)
         return True
 
-    def replaced(self, engine: EngineId, incarnation: Incarnation, now_s: float) -> None:
-        """An engine has restarted as `incarnation`."""
+    def peer_restarted(self, engine: EngineId, incarnation: Incarnation, now_s: float) -> None:
+        """An engine runs as `incarnation` now."""
         for receive in [one for one in self._receives.values() if one.mark_dead(engine, incarnation)]:
-            self._look(receive, now_s)
+            self._advance(receive, now_s)
 
-    def peer_lost(self, peer: Peer, why: str, now_s: float, *, dead: bool = False) -> None:
+    def peer_lost(self, peer: Peer, reason: str, now_s: float, *, dead: bool = False) -> None:
         """Its connection is gone: what is in flight ends with errors. It may write on until its lease ends."""
-        self._beats.forget(peer.name)
+        self._heartbeats.forget(peer.name)
         for receive in list(self._receives.values()):
             source = receive.sources.get(peer.rank)
-            if source is not None and source.peer == peer and not source.over:
-                source.cut_off, source.dead = source.cut_off or bool(source.in_flight), source.dead or dead
-                self._fail(receive, f"prefill rank {peer.rank} is gone: {why}", now_s)
+            if source is not None and source.peer == peer and not source.finished:
+                source.disconnected |= bool(source.in_flight)
+                source.dead |= dead
+                self._fail(receive, f"prefill rank {peer.rank} is gone: {reason}", now_s)
+                self._advance(receive, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
+        """Does what is due by now."""
         for transfer in self._timers.pop_due(now_s):
-            receive = self._receives.get(transfer)
-            if receive is not None:
-                self._look(receive, now_s)
-        self._holds.tick(now_s)
-        for peer, renew in self._beats.tick(now_s):
+            if (receive := self._receives.get(transfer)) is not None:
+                self._advance(receive, now_s)
+        self._keep_alives.tick(now_s)
+        for peer, renew in self._heartbeats.tick(now_s):
             self.actions.append(Send(peer, renew))
 
     def next_deadline_s(self) -> float | None:
-        """When `tick` has something to do."""
-        return first_of(self._timers.next_s(), self._holds.next_s(), self._beats.next_s())
+        """Returns when `tick` next has something to do."""
+        return first_of(self._timers.next_s(), self._keep_alives.next_s(), self._heartbeats.next_s())
 
     @property
     def num_open(self) -> int:
-        """Receives whose blocks are not the engine's yet."""
+        """The number of receives whose blocks are not the engine's yet."""
         return len(self._receives)
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of failed and cancelled receives that somebody might still write to."""
-        return sum(receive.num_blocks for receive in self._receives.values() if receive.failed is not None)
+        """The number of blocks of failed and cancelled receives, which a peer might still write to."""
+        return sum(one.num_blocks for one in self._receives.values() if one.state is not ReceiveState.OPEN)
 
-    # ---- inside
+    # ---- messages to prefill ranks, and reads
 
-    def _find(self, peer: Peer, transfer: str) -> tuple[Receive, Source] | None:
+    def _lookup(self, peer: Peer, transfer: str) -> tuple[Receive, Source] | None:
         receive = self._receives.get(TransferId(transfer))
         source = None if receive is None else receive.sources.get(peer.rank)
-        if receive is None or source is None or source.peer != peer:
-            self.num_ignored += 1
-            return None
-        return receive, source
+        return None if receive is None or source is None or source.peer != peer else (receive, source)
+
+    def _find(self, peer: Peer, transfer: str) -> tuple[Receive, Source] | None:
+        self.num_ignored += (found := self._lookup(peer, transfer)) is None
+        return found
 
     def _ask(self, receive: Receive, source: Source, now_s: float) -> None:
-        """Claim or register; also again, while nothing was heard."""
+        """Claims or registers; called again while no answer comes."""
         source.asked_s = now_s
+        fetch, peer = receive.fetch, source.peer
         if receive.pull:
-            seq = self._beats.note_sent(source.peer, receive.want.transfer, now_s)
-            self.actions.append(Send(source.peer, claim(receive.want, source.peer, self._num_ranks, seq)))
+            seq = self._heartbeats.note_sent(peer, fetch.transfer, now_s)
+            self.actions.append(Send(peer, make_claim(fetch, peer, self._num_ranks, seq)))
         else:
-            request = register(receive.want, source.peer, self._num_ranks, self._lease.ttl_s)
-            self.actions.append(Send(source.peer, request))
+            self.actions.append(Send(peer, make_register(fetch, peer, self._num_ranks, self._lease.ttl_s)))
 
     def _confirm(self, receive: Receive, peer: Peer) -> None:
-        self.actions.append(Send(peer, confirm(receive.want.transfer, peer, self._num_ranks)))
-
-    def _drop(self, transfer: TransferId, peer: Peer, reason: str) -> None:
-        self.actions.append(Send(peer, drop(transfer, peer, self._num_ranks, reason)))
+        self.actions.append(Send(peer, make_confirm(receive.fetch.transfer, peer, self._num_ranks)))
 
     def _revoke(self, receive: Receive, source: Source, now_s: float) -> None:
         source.asked_s = now_s
-        reason = receive.failed or ""
-        self.actions.append(Send(source.peer, revoke(receive.want.transfer, source.peer, self._num_ranks, reason)))
+        revoke = make_revoke(receive.fetch.transfer, source.peer, self._num_ranks, receive.reason)
+        self.actions.append(Send(source.peer, revoke))
 
-    def _pump(self, receive: Receive, source: Source, now_s: float, *, urge: bool) -> None:
-        """Pull: start the reads that our lease covers."""
-        want = receive.want
-        while source.todo and receive.failed is None and source.state is State.ACTIVE:
+    def _start_reads(self, receive: Receive, source: Source, now_s: float, *, renew: bool = True) -> None:
+        """Pull: starts the reads that our lease covers. `renew`: asks for a longer lease if that is not all."""
+        while source.todo and receive.state is ReceiveState.OPEN and source.state is SourceState.ACTIVE:
             if now_s >= source.lease_s:
-                if urge:
-                    self._beats.urge(source.peer, want.transfer, now_s)
+                if renew:
+                    self._heartbeats.renew_now(source.peer, receive.fetch.transfer, now_s)
                 return
             part = source.todo.popleft()
             self._num_posts += 1
             post = PostId(2 * self._num_posts + 1)
             source.in_flight[post] = part
             self._posts[post] = (receive, source)
-            self.actions.append(read(want, source, part, post))
+            self.actions.append(make_read(receive.fetch, source, part, post))
 
-    def _source_complete(self, receive: Receive, source: Source, now_s: float) -> None:
-        """All parts of one prefill rank are here: check them, tell it, and see whether that was the last one."""
-        want = receive.want
-        stop = min(want.wanted.stop, source.ready_stop)
-        source.state = State.DONE if receive.failed is None else State.QUIET
-        if receive.failed is not None:
+    # ---- parts, and the end of a receive
+
+    def _record_part(self, receive: Receive, source: Source, message: Wrote, now_s: float) -> None:
+        """Push: counts a part that was written; the last one may complete its source."""
+        if receive.state is ReceiveState.OPEN:
+            source.alive_at_s = now_s
+        receive.add_part(source, message)
+        if len(source.parts) != source.num_parts:
             return
-        if source.digest and stop > want.wanted.start:
-            tokens = TokenRange(want.wanted.start, stop)
-            cells = self._ports.check(want.transfer, source.peer, want.tables, tokens, source.digest)
+        if message.parts and message.start > receive.fetch.wanted.start:
+            SOURCE.move(source, SourceEvent.STOP)
+            self._fail(receive, f"prefill has tokens from {message.start} only", now_s)
+        else:
+            self._complete_source(receive, source, now_s)
+
+    def _complete_source(self, receive: Receive, source: Source, now_s: float) -> None:
+        """All parts of one prefill rank are here: verifies and confirms them; the last source lands the receive."""
+        if receive.state is not ReceiveState.OPEN:
+            SOURCE.move(source, SourceEvent.STOP)
+            return
+        fetch = receive.fetch
+        start, stop = fetch.wanted.start, min(fetch.wanted.stop, source.ready_stop)
+        if source.digest and stop > start:
+            tokens = TokenRange(start, stop)
+            cells = self._queries.check(fetch.transfer, source.peer, fetch.tables, tokens, source.digest)
             if cells < 0:
-                receive.arrived = TokenRange(want.wanted.start, want.wanted.start)
-                source.state = State.ACTIVE if receive.pull else State.QUIET
+                receive.arrived = TokenRange(start, start)
+                if not receive.pull:
+                    SOURCE.move(source, SourceEvent.STOP)
                 self._fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
                 return
             receive.verified_cells += cells
-        source.arrived_to = max(stop, want.wanted.start)
+        SOURCE.move(source, SourceEvent.COMPLETE)
+        source.arrived_to = max(stop, start)
         self._confirm(receive, source.peer)
         if receive.pull:
-            self._beats.remove(source.peer, want.transfer)
-        if all(other.state is State.DONE for other in receive.sources.values()):
+            self._heartbeats.remove(source.peer, fetch.transfer)
+        if all(other.state is SourceState.DONE for other in receive.sources.values()):
             if len({other.ready_stop for other in receive.sources.values()}) > 1:
                 self._fail(receive, "prefill ranks disagree on how many tokens there are", now_s)
             else:
                 self._land(receive, now_s)
 
     def _land(self, receive: Receive, now_s: float) -> None:
-        want, sources = receive.want, list(receive.sources.values())
-        stop = min((source.arrived_to for source in sources), default=want.wanted.stop)
-        note = next((source.note for source in sources if source.note), b"")
+        RECEIVE.move(receive, ReceiveEvent.LAND)
         self._forget(receive)
-        self.landed.append(receive.as_landed(stop, note, now_s))
+        self.landed.append(receive.as_landed(now_s))
 
     def _forget(self, receive: Receive) -> None:
-        del self._receives[receive.want.transfer]
-        self._timers.clear(receive.want.transfer)
+        del self._receives[receive.fetch.transfer]
+        self._timers.clear(receive.fetch.transfer)
         for source in receive.sources.values():
-            self._beats.remove(source.peer, receive.want.transfer)
+            self._heartbeats.remove(source.peer, receive.fetch.transfer)
+
+    def _cancel(self, receive: Receive, reason: str, now_s: float) -> None:
+        """Ends a receive of which the engine gets no report but the release of its blocks."""
+        self._fail(receive, reason, now_s)
+        RECEIVE.move(receive, ReceiveEvent.CANCEL)
+        self._advance(receive, now_s)
 
     def _fail(self, receive: Receive, reason: str, now_s: float) -> None:
-        """End it without its bytes. Nothing new is started; what is in flight is waited for."""
-        if receive.failed is None:
-            receive.failed = reason
-            receive.cut_s = now_s + self._lease.quarantine_s
-            receive.report_s = min(receive.cut_s, max(receive.deadline_s, now_s))
-            for source in receive.sources.values():
-                source.todo.clear()
-                if not receive.pull and source.state is not State.DONE:
-                    self._revoke(receive, source, now_s)
-                    if source.state is State.WAITING:
-                        source.state = State.QUIET  # it never had a lease: it cannot have written
-        self._look(receive, now_s)
+        """Ends a receive without its bytes; only the first failure counts.
 
-    def _look(self, receive: Receive, now_s: float) -> None:
-        """Look at everything that time or an event may have ended; set the next deadline."""
-        transfer = receive.want.transfer
-        if self._receives.get(transfer) is not receive:
+        Starts nothing new, and revokes what prefill may write. What is in flight is waited for, in `_advance`.
+        """
+        if receive.state is not ReceiveState.OPEN:
             return
-        if receive.failed is None:
-            self._look_alive(receive, now_s)
-        else:
-            self._look_failed(receive, now_s)
+        RECEIVE.move(receive, ReceiveEvent.FAIL)
+        receive.reason = reason
+        receive.disconnect_s = now_s + self._lease.quarantine_s
+        receive.report_s = min(receive.disconnect_s, max(receive.deadline_s, now_s))
+        for source in receive.sources.values():
+            source.todo.clear()
+            if not receive.pull and source.state is not SourceState.DONE:
+                self._revoke(receive, source, now_s)
+                if source.state is SourceState.WAITING:
+                    SOURCE.move(source, SourceEvent.STOP)  # it never had a lease: it cannot have written
 
-    def _look_alive(self, receive: Receive, now_s: float) -> None:
+    # ---- time
+
+    def _advance(self, receive: Receive, now_s: float) -> None:
+        """Moves a receive on as far as events and time allow, and sets its next deadline."""
+        due_s = _NEVER
+        if receive.state is ReceiveState.OPEN:
+            due_s = self._watch(receive, now_s)
+        if receive.state in (ReceiveState.FAILING, ReceiveState.FAILED):
+            due_s = self._wind_down(receive, now_s)
+        if due_s < _NEVER:
+            self._timers.set(receive.fetch.transfer, due_s)
+
+    def _watch(self, receive: Receive, now_s: float) -> float:
+        """Asks again, and fails an open receive whose time is over. Returns when to look again."""
         ttl_s, again_s = self._lease.ttl_s, self._lease.renew_every_s
         due_s = receive.deadline_s
         if now_s >= receive.deadline_s:
-            self._fail(receive, f"it has not ended {receive.want.deadline_s:g} s after it began", now_s)
-            return
+            self._fail(receive, f"it has not ended {receive.fetch.deadline_s:g} s after it began", now_s)
+            return _NEVER
         for source in receive.sources.values():
-            if source.over:
+            if source.finished:
                 continue
-            if now_s >= source.heard_s + ttl_s:
+            if now_s >= source.alive_at_s + ttl_s:
                 self.num_expired += 1
                 self.silent.append(source.peer)
                 self._fail(receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s)
-                return
-            due_s = min(due_s, source.heard_s + ttl_s)
-            if source.state is State.WAITING:
+                return _NEVER
+            due_s = min(due_s, source.alive_at_s + ttl_s)
+            if source.state is SourceState.WAITING:
                 if now_s >= source.asked_s + again_s:
                     if receive.pull:
-                        self._beats.add(source.peer, transfer=receive.want.transfer, now_s=now_s)
+                        self._heartbeats.add(source.peer, receive.fetch.transfer, now_s)
                     self._ask(receive, source, now_s)
                 due_s = min(due_s, source.asked_s + again_s)
-        self._timers.set(receive.want.transfer, due_s)
+        return due_s
 
-    def _look_failed(self, receive: Receive, now_s: float) -> None:
-        want, due_s = receive.want, _NEVER
-        in_flight = over = 0
+    def _wind_down(self, receive: Receive, now_s: float) -> float:
+        """Reports a failed receive, and releases it when every source is finished. Returns when to look again."""
+        fetch, due_s = receive.fetch, _NEVER
+        num_reading = num_finished = 0
         for source in receive.sources.values():
             if source.in_flight:
-                in_flight += 1
-                if now_s >= receive.cut_s and not source.cut_off:
-                    source.cut_off = True
+                num_reading += 1
+                if now_s >= receive.disconnect_s and not source.disconnected:
+                    source.disconnected = True
                     self.actions.append(Disconnect(source.peer))
-            elif not source.over:
-                due_s = min(due_s, self._wind_down(receive, source, now_s))
-            over += source.over
-        if not receive.reported and (not in_flight or now_s >= receive.report_s):
-            receive.reported = True
-            assert receive.failed is not None, "only a failed receive is reported as failed"
+            elif not source.finished:
+                wind_down = self._wind_down_reader if receive.pull else self._wind_down_writer
+                due_s = min(due_s, wind_down(receive, source, now_s))
+            num_finished += source.finished
+        if receive.state is ReceiveState.FAILING and (not num_reading or now_s >= receive.report_s):
+            RECEIVE.move(receive, ReceiveEvent.REPORT)
             arrived = receive.what_arrived(whole_prefix=self._whole_prefix)
-            self.failed.append(Failed(want.transfer, want.request, receive.failed, arrived))
-        if over == len(receive.sources):
+            self.failed.append(Failed(fetch.transfer, fetch.request, receive.reason, arrived))
+        if num_finished == len(receive.sources):
+            RECEIVE.move(receive, ReceiveEvent.RELEASE)
             self._forget(receive)
-            self.released.append(want.transfer)
-            return
-        if in_flight:
-            if not receive.reported:
-                due_s = min(due_s, receive.report_s)
-            if now_s < receive.cut_s:
-                due_s = min(due_s, receive.cut_s)
-        if due_s < _NEVER:
-            self._timers.set(want.transfer, due_s)
-
-    def _wind_down(self, receive: Receive, source: Source, now_s: float) -> float:
-        """One source of a failed receive with no read in flight; when to look again."""
-        if receive.pull:
-            if now_s < source.safe_s:
-                return source.safe_s
-            source.state = State.QUIET
-            self._drop(receive.want.transfer, source.peer, receive.failed or "")
-            self._beats.remove(source.peer, receive.want.transfer)
+            self.released.append(fetch.transfer)
             return _NEVER
-        if not source.cut_off and now_s >= source.quiet_s(self._lease):
+        if num_reading:
+            if receive.state is ReceiveState.FAILING:
+                due_s = min(due_s, receive.report_s)
+            if now_s < receive.disconnect_s:
+                due_s = min(due_s, receive.disconnect_s)
+        return due_s
+
+    def _wind_down_reader(self, receive: Receive, source: Source, now_s: float) -> float:
+        """Pull: drops the claim on one source that we do not read any more. Returns when to look again."""
+        if now_s < source.safe_s:
+            return source.safe_s
+        SOURCE.move(source, SourceEvent.STOP)
+        transfer, peer = receive.fetch.transfer, source.peer
+        self.actions.append(Send(peer, make_drop(transfer, peer, self._num_ranks, receive.reason)))
+        self._heartbeats.remove(peer, transfer)
+        return _NEVER
+
+    def _wind_down_writer(self, receive: Receive, source: Source, now_s: float) -> float:
+        """Push: waits for one source to stop, and gives it up when its lease is over. Returns when to look again."""
+        if not source.disconnected and now_s >= source.quiet_s(self._lease):
             source.give_up(now_s, self._lease)
             self.num_expired += 1
             self.actions.append(Disconnect(source.peer))
         if now_s >= (ends_s := source.quiet_s(self._lease)):
-            source.state = State.QUIET
+            SOURCE.move(source, SourceEvent.STOP)
             return _NEVER
         if now_s >= source.asked_s + self._lease.renew_every_s:
             self._revoke(receive, source, now_s)

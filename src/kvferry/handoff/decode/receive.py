@@ -1,37 +1,23 @@
-"""What the decode machine knows of one wanted transfer. See machine.py for the life of it."""
+"""The records of the decode machine: one Receive per fetched transfer, and one Source per prefill rank of it.
+
+Their states, and what moves them, are in handoff/transitions.py.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from kvferry.handoff.actions import LayoutQueries, Peer, Post, PostId
+from kvferry.handoff.actions import LayoutQueries, Peer, PostId
 from kvferry.handoff.orders import Fetch, Landed
-from kvferry.ids import EngineId, Incarnation, TransferId
+from kvferry.handoff.parts import Cutter, Part
+from kvferry.handoff.transitions import SETTLED, SOURCE, ReceiveState, SourceEvent, SourceState
+from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import LeaseSettings, TransferMode
-from kvferry.transport.base import Operation
-from kvferry.wire.handoff_messages import MAX_REASON_CHARS, Claim, Confirm, Drop, Register, Revoke, to_wire
+from kvferry.wire.handoff_messages import Ready, Wrote, from_wire
 
-__all__ = ["ReadPart", "Receive", "Source", "State", "claim", "confirm", "drop", "read", "register", "revoke"]
+__all__ = ["Receive", "Source"]
 
 _NEVER = float("inf")
-
-
-class State(Enum):
-    """Of a source. See machine.py."""
-
-    WAITING = auto()
-    ACTIVE = auto()
-    DONE = auto()
-    QUIET = auto()
-
-
-@dataclass(slots=True)
-class ReadPart:
-    """Tokens that one post reads; the last part also brings windows and states."""
-
-    tokens: TokenRange
-    last: bool
 
 
 @dataclass(slots=True)
@@ -39,79 +25,77 @@ class Source:
     """One prefill rank of a receive."""
 
     peer: Peer
-    state: State
-    heard_s: float
-    """The last sign of life."""
+    alive_at_s: float
+    """When the last sign of life for this receive came."""
     asked_s: float
-    """When Claim, Register or Revoke was sent last; they are sent again until answered."""
+    """When Claim, Register or Revoke was last sent; they are sent again until answered."""
+    state: SourceState = SourceState.WAITING
     acked_s: float = -_NEVER
     """Pull: when the last renewal that prefill acknowledged was sent."""
     lease_s: float = -_NEVER
-    """Pull: until when we may read; nothing before prefill has told how long its grants last."""
+    """Pull: until when we may read; minus infinity until prefill has said how long its grants last."""
     ttl_s: float = 0.0
     tables: tuple[BlockTable, ...] = ()
     ready_stop: int = 0
     final: bool = False
+    """Prefill will compute no more: `ready_stop` is where its tokens end."""
     digest: bytes = b""
     note: bytes = b""
     arrived: dict[int, int] = field(default_factory=dict)
-    """Parts that are here and don't yet continue `arrived_to`: start to stop."""
+    """Parts that are here and do not yet continue `arrived_to`: start to stop."""
     arrived_to: int = 0
     # Pull.
-    todo: deque[ReadPart] = field(default_factory=deque)
-    cut_to: int = 0
-    cut_last: bool = False
-    in_flight: dict[PostId, ReadPart] = field(default_factory=dict)
-    cut_off: bool = False
-    """The connection was given up while a read was in flight: its bytes may still come, for quarantine_s."""
+    cutter: Cutter = field(default_factory=Cutter)
+    todo: deque[Part] = field(default_factory=deque)
+    in_flight: dict[PostId, Part] = field(default_factory=dict)
+    disconnected: bool = False
+    """The connection was given up while bytes were in flight: they may still come, for quarantine_s."""
     safe_s: float = -_NEVER
+    """No byte of a disconnected peer, or of a dead writer, comes after this time."""
     # Push.
     parts: set[int] = field(default_factory=set)
+    """The numbers of the parts that are here."""
     num_parts: int = 0
+    """How many parts there are; 0 until the last one says so."""
     dead: bool = False
     """Its process is gone: what it had on the wire comes within quarantine_s, and nothing after that."""
-    still_s: float = -_NEVER
-    """As safe_s, for a writer that may only stand still."""
+    suspended_until_s: float = -_NEVER
+    """Like safe_s, but for a writer that may be suspended and not dead."""
 
     @property
-    def over(self) -> bool:
-        """It touches our blocks no more, nor we its."""
-        return not self.in_flight and (self.state is State.DONE or self.state is State.QUIET)
+    def finished(self) -> bool:
+        """It does not touch our blocks any more, and we do not touch its blocks."""
+        return not self.in_flight and self.state in SETTLED
 
     def give_up(self, now_s: float, lease: LeaseSettings) -> None:
-        """Push: it does not answer, and its lease is over. Where the wire allows it, our end of the connection goes."""
-        self.cut_off = True
+        """Push: it does not answer, and its lease is over. Starts the quarantine; the caller disconnects it."""
+        self.disconnected = True
         self.safe_s = now_s + lease.quarantine_s
-        self.still_s = now_s + max(lease.quarantine_s, lease.standstill_s)
+        self.suspended_until_s = now_s + max(lease.quarantine_s, lease.standstill_s)
 
     def quiet_s(self, lease: LeaseSettings) -> float:
-        """Push, revoked: nothing is written any more after that, or it has to be given up then."""
-        if not self.cut_off:
-            return self.heard_s + lease.ttl_s
-        return self.safe_s if self.dead else self.still_s
+        """Push, revoked: nothing is written after this time; before `give_up`: it has to be given up at this time."""
+        if not self.disconnected:
+            return self.alive_at_s + lease.ttl_s
+        return self.safe_s if self.dead else self.suspended_until_s
 
-    def cut(self, want: Fetch, ports: LayoutQueries, ttl_s: float) -> None:
-        """Pull: cut what has become ready into parts that are short beside the lease."""
-        if self.cut_last:
-            return
-        unit = max(1, ports.unit_tokens(self.peer))
-        stop = max(self.cut_to, min(self.ready_stop, want.wanted.stop))
-        if not self.final:
-            stop = max(self.cut_to, stop // unit * unit)
-        longest = max(1, stop - self.cut_to)
-        while longest > unit and ports.write_s(self.peer, longest) > ttl_s / 4:
-            longest = max(unit, longest // 2 // unit * unit)
-        while self.cut_to < stop or self.final:
-            upto = min(stop, self.cut_to + longest)
-            last = self.final and upto == stop
-            self.todo.append(ReadPart(TokenRange(self.cut_to, upto), last))
-            self.cut_to = upto
-            if last:
-                self.cut_last = True
-                break
+    def extend(self, message: Ready, fetch: Fetch, queries: LayoutQueries, ttl_s: float) -> None:
+        """Pull: takes over what prefill says is ready, and cuts what is new into parts to read."""
+        self.tables, self.ready_stop, self.final = from_wire(message.tables), message.stop, message.final
+        self.digest, self.note = message.digest, message.note
+        self.todo.extend(
+            self.cutter.cut(
+                self.peer,
+                queries,
+                ready_stop=self.ready_stop,
+                wanted_stop=fetch.wanted.stop,
+                final=self.final,
+                ttl_s=ttl_s,
+            )
+        )
 
     def arrive(self, start: int, stop: int) -> None:
-        """Tokens [start, stop) are here; parts may come in any order."""
+        """Records that tokens [start, stop) are here; parts may come in any order."""
         self.arrived[start] = max(stop, self.arrived.get(start, 0))
         while self.arrived_to in self.arrived:
             after = self.arrived.pop(self.arrived_to)
@@ -122,19 +106,22 @@ class Source:
 
 @dataclass(slots=True)
 class Receive:
-    """One wanted transfer."""
+    """One fetched transfer."""
 
-    want: Fetch
+    fetch: Fetch
     begun_s: float
     deadline_s: float
     sources: dict[int, Source] = field(default_factory=dict)
-    failed: str | None = None
+    """By rank of prefill; only those that have bytes for us."""
+    state: ReceiveState = ReceiveState.OPEN
+    reason: str = ""
+    """Why it failed or was cancelled."""
     arrived: TokenRange | None = None
-    cut_s: float = _NEVER
-    """After a failure: reads that are still in flight then are cut off."""
+    """What may be used of a failed one, when that is known to be less than what its sources count."""
+    disconnect_s: float = _NEVER
+    """After a failure: the connections of reads that are still in flight at this time are given up."""
     report_s: float = _NEVER
-    """After a failure: it is reported then at the latest."""
-    reported: bool = False
+    """After a failure: it is reported at this time at the latest."""
     num_bytes: int = 0
     num_runs: int = 0
     verified_cells: int = 0
@@ -143,11 +130,23 @@ class Receive:
 
     def grant(self, source: Source, now_s: float) -> None:
         """A prefill rank has granted (pull), or holds our grant (push)."""
-        if source.state is State.WAITING:
-            source.state, self.granted_s = State.ACTIVE, now_s
+        if source.state is SourceState.WAITING:
+            SOURCE.move(source, SourceEvent.GRANT)
+            self.granted_s = now_s
+
+    def add_part(self, source: Source, message: Wrote) -> None:
+        """Push: counts a part that is in our memory; the last one says how many there are."""
+        source.parts.add(message.part)
+        self.num_bytes += message.num_bytes
+        self.num_runs += message.num_runs
+        if message.parts:
+            source.num_parts, source.final, source.ready_stop = message.parts, True, message.stop
+            source.digest, source.note = message.digest, message.note
+        else:
+            source.arrive(message.start, message.stop)
 
     def mark_dead(self, engine: EngineId, incarnation: Incarnation) -> bool:
-        """`engine` runs as `incarnation` now: the processes of its others are dead. True: that is news."""
+        """`engine` runs as `incarnation` now, so processes of its other incarnations are dead. True if any is new."""
         dead = [
             source
             for source in self.sources.values()
@@ -159,85 +158,34 @@ class Receive:
 
     @property
     def pull(self) -> bool:
-        """We read; else it writes."""
-        return self.want.mode is TransferMode.PULL
+        """True if we read, False if prefill writes."""
+        return self.fetch.mode is TransferMode.PULL
 
     @property
     def num_blocks(self) -> int:
-        """Of this rank, over all cache groups."""
-        return sum(len(table.block_ids) for table in self.want.tables)
+        """The number of blocks of this rank, over all cache groups."""
+        return sum(len(table.block_ids) for table in self.fetch.tables)
 
     def what_arrived(self, *, whole_prefix: bool) -> TokenRange:
-        """What of a failed hand-off is here from every prefill rank, and may be used."""
-        start = self.want.wanted.start
+        """Returns what of a failed hand-off is here from every prefill rank, and may be used."""
+        start = self.fetch.wanted.start
         if self.arrived is not None or not whole_prefix:
             return self.arrived or TokenRange(start, start)
         stop = min((source.arrived_to for source in self.sources.values()), default=start)
-        return TokenRange(start, max(start, min(stop, self.want.wanted.stop)))
+        return TokenRange(start, max(start, min(stop, self.fetch.wanted.stop)))
 
-    def as_landed(self, stop: int, note: bytes, now_s: float) -> Landed:
-        """The report of its good end."""
+    def as_landed(self, now_s: float) -> Landed:
+        """Returns the report of its success."""
+        sources = self.sources.values()
+        stop = min((source.arrived_to for source in sources), default=self.fetch.wanted.stop)
         return Landed(
-            transfer=self.want.transfer,
-            request=self.want.request,
-            arrived=TokenRange(self.want.wanted.start, stop),
+            transfer=self.fetch.transfer,
+            request=self.fetch.request,
+            arrived=TokenRange(self.fetch.wanted.start, stop),
             num_bytes=self.num_bytes,
             num_runs=self.num_runs,
             transfer_s=now_s - self.begun_s,
             verified_cells=self.verified_cells,
-            note=note,
+            note=next((source.note for source in sources if source.note), b""),
             grant_s=max(0.0, self.granted_s - self.begun_s),
         )
-
-
-def claim(want: Fetch, peer: Peer, num_ranks: int, seq: int) -> Claim:
-    """The message that asks to read."""
-    wanted = want.wanted
-    return Claim(
-        to=peer.incarnation, transfer=want.transfer, ranks=num_ranks, start=wanted.start, stop=wanted.stop, seq=seq
-    )
-
-
-def register(want: Fetch, peer: Peer, num_ranks: int, ttl_s: float) -> Register:
-    """The message that lets a prefill rank write."""
-    return Register(
-        to=peer.incarnation,
-        transfer=want.transfer,
-        ranks=num_ranks,
-        start=want.wanted.start,
-        stop=want.wanted.stop,
-        tables=to_wire(want.tables),
-        ttl_s=ttl_s,
-    )
-
-
-def confirm(transfer: TransferId, peer: Peer, num_ranks: int) -> Confirm:
-    """The message that gives prefill its blocks back."""
-    return Confirm(to=peer.incarnation, transfer=transfer, ranks=num_ranks)
-
-
-def drop(transfer: TransferId, peer: Peer, num_ranks: int, reason: str) -> Drop:
-    """The message that ends a claim."""
-    return Drop(to=peer.incarnation, transfer=transfer, ranks=num_ranks, reason=reason[:MAX_REASON_CHARS])
-
-
-def revoke(transfer: TransferId, peer: Peer, num_ranks: int, reason: str) -> Revoke:
-    """The message that ends a registration."""
-    return Revoke(to=peer.incarnation, transfer=transfer, ranks=num_ranks, reason=reason[:MAX_REASON_CHARS])
-
-
-def read(want: Fetch, source: Source, part: ReadPart, post: PostId) -> Post:
-    """The action that reads one part."""
-    whole = TokenRange(want.wanted.start, min(want.wanted.stop, source.ready_stop))
-    return Post(
-        post=post,
-        peer=source.peer,
-        operation=Operation.READ,
-        transfer=want.transfer,
-        local=want.tables,
-        remote=source.tables,
-        tokens=part.tokens,
-        whole=whole if part.last else None,
-        not_after_s=source.lease_s,
-        until_s=source.lease_s,
-    )

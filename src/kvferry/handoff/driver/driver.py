@@ -108,7 +108,7 @@ class Driver:
         )
         self._on_lost, self._on_report = on_lost, on_report or (lambda: None)
         self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
-        self._presence = Liveness(self._gone_after_s, self._core.greet)
+        self._presence = Liveness(self._gone_after_s, self._core.ping)
         self._orders: deque[StepOrders] = deque()
         self._reports: deque[StepReport] = deque()
         self._bell, self._host = Doorbell(), settings.side_channel.host
@@ -269,7 +269,7 @@ class Driver:
         self._engines[introduce.engine] = _Engine(introduce, links)
         for link in links:
             self._links[link.name] = link
-        self._core.introduce(introduce.engine, introduce.incarnation, len(links), now_s)
+        self._core.peer_accepted(introduce.engine, introduce.incarnation, len(links), now_s)
         self._act()
         self._forget(() if known is None else known.links)
         logger.info("peer introduced peer=%s/%s ranks=%d", introduce.engine, introduce.incarnation, len(links))
@@ -283,7 +283,7 @@ class Driver:
         if known is None or known.introduce.incarnation != depart.incarnation:
             return
         del self._engines[depart.engine]
-        self._core.depart(depart.engine, depart.incarnation, depart.reason, now_s)
+        self._core.peer_gone(depart.engine, depart.incarnation, depart.reason, now_s)
         self._act()
         self._forget(known.links)
         logger.info("peer forgotten peer=%s/%s cause=%s", depart.engine, depart.incarnation, depart.reason)
@@ -480,7 +480,7 @@ class Driver:
             in_flight=bool(self._mover.num_in_flight or self._posts),
             expecting=bell.expecting(now_s),
             all_ring=bell.all_ring(len(self._links)),
-            awaited=now_s < self._busy_until_s and core.awaited,
+            awaited=now_s < self._busy_until_s and core.reply_expected,
             receiving=bool(core.decode.num_open),
             idle=core.idle,
             has_peers=bool(self._links),

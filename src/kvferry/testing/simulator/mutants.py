@@ -9,6 +9,7 @@ from typing import Any
 
 from kvferry.handoff.actions import Action, Post, Send
 from kvferry.handoff.rank_protocol import RankProtocol
+from kvferry.handoff.transitions import GrantState
 from kvferry.ids import PeerName
 from kvferry.wire.handoff_messages import Message, readdressed
 
@@ -43,7 +44,7 @@ def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
 def free_while_writing(core: RankProtocol) -> None:
     """Prefill frees on the lease's end, or on a revocation, although a write is in flight."""
 
-    def settle(original: Callable[..., None], grant: Any, now_s: float) -> None:
+    def advance(original: Callable[..., None], grant: Any, now_s: float) -> None:
         kept = {rank: consumer.in_flight for rank, consumer in grant.consumers.items()}
         for consumer in grant.consumers.values():
             consumer.in_flight = {}
@@ -58,7 +59,7 @@ def free_while_writing(core: RankProtocol) -> None:
             return True
         return original(post, *args, **kwargs)
 
-    _patch(core.prefill, "_settle", settle)
+    _patch(core.prefill, "_advance", advance)
     _patch(core.prefill, "completed", completed)
 
 
@@ -66,12 +67,12 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
     """Decode frees the blocks when the first prefill rank has failed; its siblings may still write or be read."""
     decode = core.decode
 
-    def look(original: Callable[..., None], receive: Any, now_s: float) -> None:
-        if any(source.over for source in receive.sources.values()):
+    def wind_down(original: Callable[..., float], receive: Any, now_s: float) -> float:
+        if any(source.finished for source in receive.sources.values()):
             for source in receive.sources.values():
                 source.in_flight.clear()
                 source.state = type(source.state).QUIET
-        original(receive, now_s)
+        return original(receive, now_s)
 
     def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
         key = decode._posts.get(post)
@@ -80,7 +81,7 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
             return True
         return original(post, *args, **kwargs)
 
-    _patch(decode, "_look_failed", look)
+    _patch(decode, "_wind_down", wind_down)
     _patch(decode, "completed", completed)
 
 
@@ -112,7 +113,7 @@ def scan_stops_at_live(core: RankProtocol) -> None:
             grant = prefill._grants.get(transfer)
             if grant is None:
                 continue
-            prefill._settle(grant, now_s)
+            prefill._advance(grant, now_s)
             if transfer in prefill._grants:
                 break
         original(now_s)
@@ -122,7 +123,7 @@ def scan_stops_at_live(core: RankProtocol) -> None:
 
 def wrong_heartbeat_id(core: RankProtocol) -> None:
     """An acknowledgement is taken for the latest heartbeat, not for the one that it answers."""
-    for beats in (core.prefill._beats, core.decode._beats):
+    for beats in (core.prefill._heartbeats, core.decode._heartbeats):
 
         def match(_original: Callable[..., Any], peer: PeerName, seq: int, beats: Any = beats) -> Any:
             beat = beats._beats.get(peer)
@@ -153,13 +154,13 @@ def stale_registration(core: RankProtocol) -> None:
         request = order.transfer.split("#")[0]
         for transfer, grant in list(prefill._grants.items()):
             same = transfer.split("#")[0] == request and transfer != order.transfer
-            if same and not grant.offered and order.transfer not in prefill._grants:
+            if same and grant.state is GrantState.AWAITED and order.transfer not in prefill._grants:
                 prefill._grants[order.transfer] = prefill._grants.pop(transfer)
                 grant.transfer = order.transfer
                 for consumer in grant.consumers.values():
                     if consumer.push:
-                        prefill._beats.remove(consumer.peer, transfer)
-                        prefill._beats.add(consumer.peer, order.transfer, now_s)
+                        prefill._heartbeats.remove(consumer.peer, transfer)
+                        prefill._heartbeats.add(consumer.peer, order.transfer, now_s)
         original(order, now_s)
 
     _patch(prefill, "offer", offer)
@@ -204,7 +205,7 @@ def abort_releases_at_once(core: RankProtocol) -> None:
             for source in receive.sources.values():
                 source.in_flight.clear()
                 source.state = type(source.state).QUIET
-            decode._look(receive, now_s)
+            decode._advance(receive, now_s)
 
     def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
         key = decode._posts.get(post)

@@ -162,7 +162,7 @@ class SimRank:
 
     def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
         """Introduce an engine."""
-        self.core.introduce(engine, incarnation, num_ranks, self.now_s())
+        self.core.peer_accepted(engine, incarnation, num_ranks, self.now_s())
         for rank in range(num_ranks):
             name = peer_name(engine, incarnation, rank)
             self.away.pop(name, None)
@@ -195,10 +195,10 @@ class SimRank:
         """What a message could have changed."""
         prefill, decode = self.core.prefill, self.core.decode
         return (
-            [(grant.transfer, grant.base_s, [(rank, consumer.state, consumer.until_s, consumer.lease_s)
-                                             for rank, consumer in grant.consumers.items()])
+            [(grant.transfer, grant.unclaimed_until_s, [(rank, consumer.state, consumer.until_s, consumer.lease_s)
+                                                        for rank, consumer in grant.consumers.items()])
              for grant in prefill._grants.values()],
-            [(transfer, receive.failed, [(rank, source.state, source.heard_s, source.acked_s, len(source.parts))
+            [(transfer, receive.state, [(rank, source.state, source.alive_at_s, source.acked_s, len(source.parts))
                                          for rank, source in receive.sources.items()])
              for transfer, receive in decode._receives.items()],
             len(prefill.actions), len(decode.actions), len(prefill.released), len(decode.landed), len(decode.failed),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed, Offer, StepOrders, StepReport, Withdraw
+from kvferry.handoff.transitions import ReceiveState
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.rank import RankWorld, SimRank
@@ -92,9 +93,14 @@ class SimEngine:
         """Nothing may be open when the world stands still."""
         for rank in self.ranks:
             core = rank.core
-            if core.prefill._grants or core.decode._receives or core.decode._holds:
+            if core.prefill._grants or core.decode._receives or core.decode._keep_alives:
                 raise Violation("I3", f"{rank.name} keeps {[*core.prefill._grants, *core.decode._receives]}")
-            if core.prefill._posts or core.decode._posts or core.prefill._beats._beats or core.decode._beats._beats:
+            if (
+                core.prefill._posts
+                or core.decode._posts
+                or core.prefill._heartbeats._beats
+                or core.decode._heartbeats._beats
+            ):
                 raise Violation("I5", f"{rank.name} has posts or heartbeats left")
         if len(self.memory.free) != self.memory.num_blocks:
             raise Violation("I3", f"{self.incarnation}: {self.memory.num_blocks - len(self.memory.free)} blocks leaked")
@@ -207,7 +213,7 @@ class PrefillEngine(SimEngine):
         for other in decode.ranks:
             receive = other.core.decode._receives.get(source.transfer)
             reader = None if receive is None else receive.sources.get(rank.index)
-            if receive is None or reader is None or receive.failed is not None or not receive.pull:
+            if receive is None or reader is None or receive.state is not ReceiveState.OPEN or not receive.pull:
                 continue
             if (reader.in_flight or reader.todo) and other.now_s() < reader.lease_s:
                 raise Violation("I1", f"{rank.name} released {source.transfer} while {other.name} may read it")
