@@ -49,9 +49,6 @@ GOOD = {
 
 UNDER_WAY = (
     "handoff.driver must not import transport.nixl",
-    "router.fleet must not import router.context",
-    "router.keys must not import router.observe",
-    "router.observe must not import ",
     "layout.description and layout.limits",
     "layout.edge and layout.pairing",
     "testing.simulator.",

@@ -38,10 +38,15 @@ MINI_MODELS = MINI_RECORDS | {"mini.models"}
 MINI_CACHE = MINI_MODELS | {"mini.cache"}
 MINI_COMPUTE = MINI_CACHE | {"mini.compute"}
 VLLM_RECORDS = GROUND | {"layout", "wire", "vllm.metadata", "vllm.options", "vllm.channel", "vllm.describe"}
-ROUTER = GROUND | {"wire", "handshake", "web", "router.settings", "router.keys"}
-ROUTER_FLEET = ROUTER | {"router.fleet", "router.client_body"}
-ROUTER_UPSTREAM = ROUTER_FLEET | {"router.upstream"}
-ROUTER_CONTEXT = ROUTER_UPSTREAM | {"router.context", "router.tickets"}
+ROUTER = GROUND | {"wire", "web", "router.settings"}
+ROUTER_UPSTREAM = ROUTER | {"router.fleet", "router.upstream"}
+ROUTER_DISPATCH = ROUTER_UPSTREAM | {
+    "router.client_body",
+    "router.handoff_params",
+    "router.observe",
+    "router.context",
+    "router.answer",
+}
 
 ROOMS: Mapping[str, set[str]] = {
     "": GROUND | {"connector", "connector.base", "connector.engine", "connector.worker", "handshake"},
@@ -113,16 +118,16 @@ ROOMS: Mapping[str, set[str]] = {
     # The router, floor by floor.
     "router": set(),
     "router.settings": GROUND,
-    "router.keys": ROUTER,
-    "router.client_body": ROUTER,
-    "router.fleet": ROUTER_FLEET,
-    "router.tickets": ROUTER_FLEET,
-    "router.upstream": ROUTER_UPSTREAM,
+    "router.keys": GROUND | {"web"},
+    "router.client_body": GROUND | {"web"},
+    "router.fleet": ROUTER | {"handshake"},
+    "router.handoff_params": ROUTER | {"router.fleet"},
+    "router.upstream": ROUTER | {"router.fleet"},
+    "router.observe": ROUTER | {"router.fleet"},
     "router.context": ROUTER_UPSTREAM | {"router.observe"},
-    "router.observe": ROUTER_CONTEXT,
-    "router.answer": ROUTER_CONTEXT,
-    "router.dispatch": ROUTER_CONTEXT | {"router.observe", "router.answer"},
-    "router.app": {""} | ROUTER_CONTEXT | {"router.observe", "router.answer", "router.dispatch"},
+    "router.answer": ROUTER_UPSTREAM | {"router.client_body"},
+    "router.dispatch": ROUTER_DISPATCH,
+    "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch"},
     "testing": BELOW_HANDOFF | {"transport.base", "transport.registry", "transport.memory"} | CONNECTOR,
     "testing.simulator": MACHINE | {"handoff.decode", "handoff.prefill", "testing"},
     "cli": {"*"},

@@ -285,7 +285,7 @@ def test_decode_dies_in_the_middle_of_its_answer(fleet: Fleet) -> None:
     answer = stream.answer
     assert (answer.status, answer.done, answer.finish_reason) == (200, False, None), answer
     assert answer.error is not None, answer
-    assert "not whole" in answer.error["message"], answer
+    assert "incomplete" in answer.error["message"], answer
 
 
 def test_decode_dies_before_it_has_answered(fleet: Fleet) -> None:

@@ -95,7 +95,7 @@ class Worker(ScriptedServer):
             web.get("/v1/kvferry", self._describe),
             web.get("/v1/kvferry/blocks", self._blocks),
             web.post("/v1/kvferry/release", self._release),
-            web.post("/v1/kvferry/meet", self._meet),
+            web.post("/v1/kvferry/meet", self._tell_decode),
             web.post("/v1/{rest:.*}", self._post),
         ]
 
@@ -112,7 +112,7 @@ class Worker(ScriptedServer):
     async def _blocks(self, _: web.Request) -> web.Response:
         return web.Response(body=self.blocks)
 
-    async def _meet(self, request: web.Request) -> web.Response:
+    async def _tell_decode(self, request: web.Request) -> web.Response:
         self.met.append(await request.json())
         return web.json_response({"state": "accepted"})
 

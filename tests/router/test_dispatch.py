@@ -36,10 +36,10 @@ async def test_pull_asks_prefill_then_decode_with_prefills_own_bytes() -> None: 
     assert response.status == 200
     assert raw == b'{"choices":[{"finish_reason":"length","text":"ab"}], "n":1.0}'
     [to_p], [to_d] = p.asked, d.asked
-    ticket = to_p.body["kv_transfer_params"]
+    outcome = to_p.body["kv_transfer_params"]
     assert (to_p.body["max_tokens"], to_p.body["min_tokens"], to_p.body["n"], to_p.body["stream"]) == (1, 1, 1, False)
-    assert (ticket["do_remote_decode"], ticket["do_remote_prefill"]) == (True, False)
-    assert ticket["transfer_id"].startswith("xfer-")
+    assert (outcome["do_remote_decode"], outcome["do_remote_prefill"]) == (True, False)
+    assert outcome["transfer_id"].startswith("xfer-")
     assert "stream_options" not in to_p.body
     assert PARAMS in to_d.raw
     assert (to_d.body["max_tokens"], to_d.body["min_tokens"], to_d.body["n"]) == (9, 4, 3)

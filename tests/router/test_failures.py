@@ -269,7 +269,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
     async with fleet(p, d0, d1) as (url, router):
         assert d0.info is not None
         d0.info["state"] = "draining"
-        await until_async(lambda: router.fleet.decode[0].why_unusable is not None)
+        await until_async(lambda: router.fleet.decode[0].unusable_reason is not None)
         for _ in range(3):
             await post(url, BODY)
         assert (len(d0.asked), len(d1.asked)) == (0, 3)
@@ -332,7 +332,7 @@ async def test_a_worker_that_says_nonsense_of_itself_is_asked_again() -> None:
         [worker] = router.fleet.decode
         assert "cannot be read: RecursionError" in str(worker.down)
         raw = b"{"
-        await until_async(lambda: "is not what a worker" in str(worker.down))
+        await until_async(lambda: "did not return what a worker" in str(worker.down))
     finally:
         await router._on_cleanup(router.app)
         await listener.stop()

@@ -94,7 +94,7 @@ async def test_a_stream_whose_decode_hangs_ends_with_the_error(mode: str) -> Non
     assert (response.status, raw[:34], d1.asked) == (200, STREAM[:34], [])
     message = json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
     assert message.startswith(f"decode d0 ({d0.url}) has not answered its health checks for 0.")
-    assert "the answer is not whole" in message
+    assert "the answer is incomplete" in message
 
 
 @both_modes
@@ -242,7 +242,7 @@ async def test_a_stream_of_many_chunks_sets_no_timer_a_chunk(monkeypatch: pytest
     real, began_s = loop.call_at, time.monotonic()
 
     def counting(when: float, callback: Any, *args: Any, **more: Any) -> asyncio.TimerHandle:
-        if getattr(callback, "__qualname__", "") in ("Deadlines._look", "Answer.on_due"):
+        if getattr(callback, "__qualname__", "") in ("Deadlines._check", "Answer.on_due"):
             timers.append(when)
         return real(when, callback, *args, **more)
 

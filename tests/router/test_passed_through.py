@@ -141,7 +141,7 @@ async def test_what_one_worker_must_answer_alone_goes_to_one(more: dict[str, Any
     p, d = VllmServer("p", "prefill"), VllmServer("d", "decode")
     async with fleet(p, d) as (url, router):
         response, _ = await post(url, {**BODY, **more})
-        assert not router.shared.alarm.rings(0.0)
+        assert not router.context.alarm.rings(0.0)
     assert response.headers["x-kvferry-route"] == "local"
     assert p.asked == []
     [asked] = d.asked

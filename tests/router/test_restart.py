@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.app import Router
+from kvferry.router.fleet.failures import WorkerFailed
 from kvferry.router.fleet.worker import Worker as RouterWorker
 from kvferry.router.fleet.workers import Source
 from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream.http1 import Pool, Unreachable
-from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.settings import Role
 from tests.harness.scripted_worker import (
     Asked,
@@ -47,7 +47,7 @@ async def restart(worker: Worker) -> None:
 
 
 async def waiting(router: Router, count: int = 1) -> None:
-    await until_async(lambda: router.shared.num_waiting == count)
+    await until_async(lambda: router.context.admission.num_waiting == count)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -64,7 +64,7 @@ async def test_a_restart_of_every_decode_worker_fails_no_request(mode: str, stre
         await restart(d1)
         answers = await asyncio.gather(*asking)
         assert {(one.status, one.headers["x-kvferry-decode"]) for one, _ in answers} == {(200, "d1")}
-        assert router.shared.num_waiting == 0
+        assert router.context.admission.num_waiting == 0
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -171,7 +171,7 @@ async def test_a_failed_prefill_is_a_cause_when_decode_has_gone_meanwhile() -> N
     async def fails_late(request: web.Request, asked: Asked) -> web.StreamResponse:
         assert d.info is not None
         d.info["state"] = "draining"
-        await until_async(lambda: router.fleet.decode[0].why_unusable is not None)
+        await until_async(lambda: router.fleet.decode[0].unusable_reason is not None)
         return await refusing(500, "out of memory")(request, asked)
 
     p = a_prefill("p0", fails_late)
@@ -215,7 +215,7 @@ async def test_an_error_without_a_text_has_a_cause_all_the_same(role: str, body:
 @pytest.mark.parametrize("reason", ["", " "])
 def test_a_failure_always_says_why(reason: str) -> None:
     worker = RouterWorker("http://h:1", Role.DECODE)
-    assert str(WorkerFailed(worker, reason, reached=True)).endswith("has failed, and nothing says why")
+    assert str(WorkerFailed(worker, reason, reached=True)).endswith("has failed and gave no reason")
 
 
 async def test_a_connection_that_fails_without_a_text_says_what_kind_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,14 +48,14 @@ async def test_prefill_gets_no_work_while_no_decode_has_room() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
-        await until_async(lambda: router.shared.num_waiting == 1)
+        await until_async(lambda: router.context.admission.num_waiting == 1)
         checks = d.num_checks
         await until_async(lambda: d.num_checks > checks + 2)
         assert p.asked == []
         with_room(d, 50)
         response, _ = await asking
         assert response.status == 200
-        assert router.shared.num_waiting == 0
+        assert router.context.admission.num_waiting == 0
 
 
 async def test_the_wait_for_room_ends_with_503_and_retry_after() -> None:
@@ -81,10 +81,10 @@ async def test_a_client_that_hangs_up_waits_no_longer() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
-        await until_async(lambda: router.shared.num_waiting == 1)
+        await until_async(lambda: router.context.admission.num_waiting == 1)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until_async(lambda: router.shared.num_waiting == 0)
+        await until_async(lambda: router.context.admission.num_waiting == 0)
 
 
 async def test_what_is_promised_is_not_promised_again() -> None:
@@ -92,7 +92,7 @@ async def test_what_is_promised_is_not_promised_again() -> None:
     p, d = a_prefill(script=hanging), with_room(a_decode(), 15)
     async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(10)]
-        await until_async(lambda: router.shared.num_waiting == 8 and len(p.asked) == 2)
+        await until_async(lambda: router.context.admission.num_waiting == 8 and len(p.asked) == 2)
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -110,7 +110,7 @@ async def test_short_prompts_stay_with_decode_visibly() -> None:
     async with fleet(p, d, settings=RouterSettings(health_every_s=0.05, local_below="50")) as (url, router):
         short, _ = await post(url, {**BODY, "prompt": [5] * 49})
         long, _ = await post(url, {**BODY, "prompt": [5] * 50})
-        assert not router.shared.alarm.rings(asyncio.get_running_loop().time())
+        assert not router.context.alarm.rings(asyncio.get_running_loop().time())
     assert short.headers["x-kvferry-route"] == "local"
     assert "49 of its tokens" in short.headers["x-kvferry-why"]
     assert long.headers["x-kvferry-route"] == "pull"
@@ -182,10 +182,10 @@ async def test_a_threshold_that_is_measured() -> None:
         for i in range(20):
             response, _ = await post(url, {**BODY, "prompt": [5] * (100 + 100 * (i % 5))})
             assert response.headers["x-kvferry-route"] == "pull" or i >= 16
-        await until_async(lambda: router.shared.local_below_tokens > 0)
+        await until_async(lambda: router.context.cost.local_below_tokens > 0)
         async with aiohttp.ClientSession() as session:
             view = await (await session.get(f"{url}/v1/kvferry")).json()
-        assert view["local_below_tokens"] == router.shared.local_below_tokens > 20
+        assert view["local_below_tokens"] == router.context.cost.local_below_tokens > 20
         assert view["measured"]["handoff_s"] >= 0.009
         response, _ = await post(url, {**BODY, "prompt": [5] * 20})
         assert response.headers["x-kvferry-route"] == "local"
@@ -257,7 +257,7 @@ async def test_a_restart_closes_the_breaker() -> None:
         p.script = prefill_script
         assert p.info is not None
         p.info["incarnation"] = "i2"
-        await until_async(lambda: router.fleet.prefill[0].why_not_now() is None)
+        await until_async(lambda: router.fleet.prefill[0].unavailable_reason() is None)
         response, _ = await post(url, BODY)
     assert response.headers["x-kvferry-route"] == "pull"
 
@@ -298,7 +298,7 @@ async def test_room_that_is_freed_is_seen_at_once() -> None:
     d.script = held
     async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(3)]
-        await until_async(lambda: router.shared.num_waiting == 2 and len(d.asked) == 1)
+        await until_async(lambda: router.context.admission.num_waiting == 2 and len(d.asked) == 1)
         go_on.set()
         assert [response.status for response, _ in await asyncio.gather(*asking)] == [200] * 3
 

@@ -28,8 +28,12 @@ async def test_pull_copies_the_parameters_byte_for_byte(path: str) -> None:  # R
             response, _raw = await post(url, BODY, path)
             assert (response.status, response.headers["x-kvferry-route"]) == (200, "pull")
         assert router.fleet.prefill[0].mode is TransferMode.PULL
-    ticket = p.asked[0].body["kv_transfer_params"]
-    assert (ticket["do_remote_decode"], ticket["do_remote_prefill"], ticket["remote_engine_id"]) == (True, False, None)
+    outcome = p.asked[0].body["kv_transfer_params"]
+    assert (outcome["do_remote_decode"], outcome["do_remote_prefill"], outcome["remote_engine_id"]) == (
+        True,
+        False,
+        None,
+    )
     assert d.asked[0].body["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
     assert [len(p.asked), len(d.asked)] == [2, 2]
     assert response.headers["x-kvferry-prefill"] == "engine-p"

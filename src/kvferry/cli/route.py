@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     async def main() -> None:
         await listener.start()
         for worker in router.fleet.workers:
-            if worker.why_unusable is not None:
-                logger.warning("worker not usable yet: %s", worker.why_unusable)
+            if worker.unusable_reason is not None:
+                logger.warning("worker not usable yet: %s", worker.unusable_reason)
         logger.info(
             "routing url=%s prefill=%d decode=%d", listener.url, len(router.fleet.prefill), len(router.fleet.decode)
         )

@@ -1,1 +1,4 @@
-"""The OpenAI-compatible front door that pairs prefill with decode. Read: app, dispatch, workers, relay."""
+"""The OpenAI-compatible router in front of prefill and decode workers.
+
+To follow one request, read `app`, `dispatch`, `fleet.admission`, `upstream.worker_client` and `answer.relay`.
+"""

@@ -1,4 +1,4 @@
-"""The router's HTTP face."""
+"""The router's HTTP interface, and the assembly of its parts."""
 
 import logging
 import secrets
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import ClientSession, web
 
+from kvferry import __version__
 from kvferry.errors import ConfigError, FerryError
 from kvferry.router.client_body import ClientBody
 from kvferry.router.context import RouterContext
 from kvferry.router.dispatch import Dispatch
+from kvferry.router.fleet.admission import Admission
 from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
 from kvferry.router.fleet.etcd_watch import EtcdFleet
 from kvferry.router.fleet.handoff_cost import HandoffCost
@@ -22,16 +24,16 @@ from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet, check_url
 from kvferry.router.keys import bearer_of, fits, key_middleware, read_keys
 from kvferry.router.observe.alarm import DecodeOnlyAlarm
-from kvferry.router.observe.fleet_view import fleet_view, health_of
+from kvferry.router.observe.fleet_view import FleetView
 from kvferry.router.observe.metrics import RouterMetrics
 from kvferry.router.observe.observer import Observers
 from kvferry.router.observe.timeline import Timelines
 from kvferry.router.observe.timeline_collect import Collector
-from kvferry.router.observe.ui.handlers import Dashboard
+from kvferry.router.observe.ui.handlers import PAGE_PATHS, Dashboard
 from kvferry.router.settings import RouterSettings
-from kvferry.router.upstream.attempts import Upstream
-from kvferry.router.upstream.preconnect import Meetings
+from kvferry.router.upstream.preconnect import Preconnect
 from kvferry.router.upstream.releases import Releases
+from kvferry.router.upstream.worker_client import Upstream
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
 from kvferry.web.etcd import check_etcd
 from kvferry.web.json_body import decode_body
@@ -44,29 +46,33 @@ __all__ = ["Router", "RouterFiles"]
 
 logger = logging.getLogger(__name__)
 
+_REGISTER_PATH = "/v1/kvferry/register"
+_OPEN_PATHS = frozenset({"/health", _REGISTER_PATH}) | PAGE_PATHS
+"""Paths that need no client's key. Registration has a key of its own; the page at /ui sends a key with its requests."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFiles:
-    """Files that the router reads. They hold keys, or change while it runs. None: there is none."""
+    """Files that the router reads. They hold keys, or change while it runs. None: there is no such file."""
 
     fleet: str | None = None
-    """The workers, as JSON; watched: {"prefill": ["http://HOST:PORT"], "decode": [...]}."""
+    """The workers as JSON, {"prefill": ["http://HOST:PORT"], "decode": [...]}. The file is watched for changes."""
 
     api_keys: str | None = None
-    """Keys of clients, one a line: others get 401. Without it everybody may ask."""
+    """The keys of clients, one per line: requests without one of them get 401. Without this file no key is needed."""
 
     worker_key: str | None = None
     """The key that is sent to workers, instead of the client's."""
 
     register_key: str | None = None
-    """The key with which workers register. Without it they can do so only while the router listens on loopback and
-    has no `api_keys` either."""
+    """The keys with which workers register. Without this file they can register only while the router listens on
+    loopback and has no keys for clients."""
 
 
 class Router:
-    """OpenAI in, tokens out. `app` is ready to listen; it asks every worker once before it takes requests.
+    """The router. `app` is its web application, which asks every worker once before it takes requests.
 
-    `observers` see every dispatch: see observe.
+    `observers` see every dispatch; see `observe.observer`.
     """
 
     def __init__(
@@ -79,13 +85,14 @@ class Router:
         open_registration: bool = False,
         etcd: str | None = None,
     ) -> None:
-        """`open_registration`: workers may register without a key, unless clients need one. `etcd`: its address, where
-        workers have put theirs. Raises ConfigError for an address that is none."""
+        """`open_registration` lets workers register without a key, unless clients need one. `etcd` is the address of an
+        etcd in which workers have put theirs. Raises ConfigError for an address that is not valid."""
         files = files or RouterFiles()
         for url in (*prefill, *decode):
             check_url(url)
         self._register_keys = read_keys(files.register_key) if files.register_key else ()
-        # With keys for clients the loopback address may have a proxy in front: who registers gets prompts and keys.
+        # If clients need keys, a proxy may be in front of the loopback address: a worker that registers would get
+        # prompts and keys.
         self._may_register = bool(self._register_keys) or (open_registration and not files.api_keys)
         if not decode and files.fleet is None and not self._may_register and etcd is None:
             raise ConfigError("no decode worker is given: add --decode URL")
@@ -95,21 +102,24 @@ class Router:
         self._upstream = Upstream(settings)
         self._metrics = RouterMetrics()
         self._releases = Releases(self._upstream, settings.release_timeout_s)
-        self._meetings = Meetings(self.fleet, self._upstream)
-        self.fleet.on_up.append(self._meetings.on_up)
+        self._preconnect = Preconnect(self.fleet, self._upstream)
+        self.fleet.on_up.append(self._preconnect.on_up)
         self.fleet.on_gone.append(lambda worker: self._metrics.forget(worker.name, worker.url))
         self._file = FleetFile(files.fleet, self.fleet) if files.fleet is not None else None
         self._etcd = EtcdFleet(check_etcd(etcd), self.fleet, settings) if etcd is not None else None
         self._registrations = Registrations(self.fleet, settings)
-        self.shared = RouterContext(
-            fleet=self.fleet, upstream=self._upstream, settings=settings, metrics=self._metrics,
-            releases=self._releases, observers=self.observers, prefixes=Prefixes(), cost=HandoffCost(),
-            alarm=DecodeOnlyAlarm(settings.alarm_window_s, settings.alarm_share),
+        admission = Admission(self.fleet, settings)
+        cost = HandoffCost(settings.local_below_tokens)
+        alarm = DecodeOnlyAlarm(settings.alarm_window_s, settings.alarm_share)
+        self.context = RouterContext(
+            fleet=self.fleet, admission=admission, upstream=self._upstream, settings=settings, metrics=self._metrics,
+            releases=self._releases, observers=self.observers, prefixes=Prefixes(), cost=cost, alarm=alarm,
             worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
         )  # fmt: skip
+        self._view = FleetView(fleet=self.fleet, admission=admission, settings=settings, cost=cost, alarm=alarm)
         middlewares = [error_middleware(lambda: secrets.token_hex(16))]
         if files.api_keys:
-            middlewares.append(key_middleware(read_keys(files.api_keys)))
+            middlewares.append(key_middleware(read_keys(files.api_keys), _OPEN_PATHS))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
         self.timelines = Timelines()
         self.collector = Collector()
@@ -125,13 +135,13 @@ class Router:
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
-                web.post("/v1/kvferry/register", self._register),
+                web.post(_REGISTER_PATH, self._register),
             ]
         )
-        Dashboard(self.shared, self.timelines, self.collector).attach(self.app)
+        Dashboard(self._view, self.timelines, self.collector, lambda: self._upstream.session).attach(self.app)
 
     def trace_to(self, otlp_url: str) -> None:
-        """Send spans of every request to this OTLP receiver. Before the router listens. Raises ConfigError."""
+        """Sends spans of every request to this OTLP receiver. Called before the router listens. Raises ConfigError."""
         if not otlp_url.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp {otlp_url!r} must begin with http:// or https://, as in http://127.0.0.1:4318")
         try:
@@ -143,21 +153,23 @@ class Router:
         self.trace_by(Tracing(otlp_exporter(otlp_url), *self.seen_by_tracing))
 
     @property
-    def seen_by_tracing(self) -> "tuple[Timelines, Collector, Callable[[], list[Worker]], Callable[[], ClientSession]]":
-        """What a Tracing is made from, after its exporter."""
-        return self.timelines, self.collector, lambda: self.fleet.workers, lambda: self._upstream.session
+    def seen_by_tracing(
+        self,
+    ) -> tuple[Timelines, Collector, Callable[[], list[Worker]], Callable[[], ClientSession], str]:
+        """The arguments of Tracing after its exporter."""
+        return self.timelines, self.collector, lambda: self.fleet.workers, lambda: self._upstream.session, __version__
 
     def trace_by(self, tracing: "Tracing") -> None:
-        """Have this observer, which is stopped with the router. Before the router listens."""
+        """Adds this observer, which is stopped with the router. Called before the router listens."""
         self.observers.add(tracing)
         self._tracing = tracing
 
     async def _on_startup(self, _: web.Application) -> None:
         if self._file is not None:
-            await self._file.start()  # raises where there is none: before anything is open
+            await self._file.start()  # first, because it raises if the file cannot be read
         await self._upstream.start()
-        if self.shared.worker_key is not None:  # for health checks and the like
-            self._upstream.session.headers["Authorization"] = f"Bearer {self.shared.worker_key}"
+        if self.context.worker_key is not None:  # for health checks and the like
+            self._upstream.session.headers["Authorization"] = f"Bearer {self.context.worker_key}"
         if self._etcd is not None:
             await self._etcd.start()
         await self.fleet.start(self._upstream.session)
@@ -172,7 +184,7 @@ class Router:
         if self._etcd is not None:
             await self._etcd.stop()
         await self.fleet.stop()
-        await self._meetings.stop()
+        await self._preconnect.stop()
         await self._releases.stop()
         await self._upstream.stop()
 
@@ -182,11 +194,11 @@ class Router:
         try:
             body = ClientBody(await request.read())
             if self.observers:
-                self.observers.tell(
+                self.observers.emit(
                     number, "arrived", request_id=request_id_of(request), path=request.path, stream=int(body.stream),
                     traceparent=request.headers.get("traceparent", ""),
                 )  # fmt: skip
-            dispatch = Dispatch(self.shared, request, body, number)
+            dispatch = Dispatch(self.context, request, body, number)
             response = await dispatch.run()
             status = response.status
         except FerryError as error:
@@ -199,30 +211,33 @@ class Router:
             self._metrics.on_end(request.path, status)
             if self.observers:
                 served = {} if dispatch is None else dispatch.served
-                self.observers.tell(number, "ended", status=status, **served)
+                self.observers.emit(number, "ended", status=status, **served)
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
-        names = sorted({w.info.model for w in self.fleet.workers if w.info is not None and w.why_unusable is None})
+        names = sorted({w.info.model for w in self.fleet.workers if w.info is not None and w.unusable_reason is None})
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvferry"} for name in names]
         return _json({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
-        """200 while requests are served, also without hand-offs (`degraded`); 503 with the reasons otherwise."""
-        status, reason = health_of(self.shared, time.monotonic())
+        """Answers 200 while requests are served, even without hand-offs (`degraded`), else 503 with the reasons."""
+        status, reason = self._view.health(time.monotonic())
         return _json({"status": status, "reason": reason}, 503 if status == "unavailable" else 200)
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         now_s = time.monotonic()
         text = self._metrics.text(
-            self.fleet, now_s=now_s, num_waiting=self.shared.num_waiting, alarm=self.shared.alarm.rings(now_s),
-            local_below=self.shared.local_below_tokens,
-        )  # fmt: skip
+            self.fleet,
+            now_s=now_s,
+            num_waiting=self.context.admission.num_waiting,
+            alarm=self.context.alarm.rings(now_s),
+            local_below=self.context.cost.local_below_tokens,
+        )
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _describe(self, _: web.Request) -> web.Response:
-        """The fleet: every worker, and for every pair whether it fits and what it has done."""
-        return _json(fleet_view(self.shared, time.monotonic()))
+        """Answers with the fleet: every worker, and for every pair whether it fits and what it has done."""
+        return _json(self._view.state(time.monotonic()))
 
     async def _register(self, request: web.Request) -> web.Response:
         if not self._may_register:

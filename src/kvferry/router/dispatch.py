@@ -1,19 +1,20 @@
-"""One request's way through the fleet.
+"""One request's way through the fleet. The routes are:
 
-Pull:   a decode worker with room is chosen, then a prefill worker that fits it. Prefill computes the prompt and its
-        first token, which goes to the client; decode gets the client's body with prefill's `kv_transfer_params`, byte
-        for byte. Also with workers whose mode is not known yet: the parameters tell it (R16).
-Push:   both get their bodies at once, with one transfer id: decode's registration overlaps prefill.
-Local:  decode computes the prompt by choice: it is short, or cannot be divided.
-Alone:  no prefill worker fits or answers: decode gets the client's body, and says why in its answer.
-Prefill: the first token is the whole answer (it stopped, or one token was asked for): decode is never called.
+pull     A decode worker with room is chosen, then a prefill worker that fits it. Prefill computes the prompt and its
+         first token, which goes to the client. Decode gets the client's body with prefill's `kv_transfer_params`, byte
+         for byte. This is also the route while a worker's mode is not known yet: the parameters reveal it.
+push     Both workers get their bodies at once, with one transfer id, so that decode's registration overlaps prefill.
+local    Decode computes the prompt by choice: it is short, or one worker must compute all of it.
+alone    No prefill worker fits or answers: decode gets the client's body, and its answer says why (decode-only).
+prefill  The first token is the whole answer (it stopped, or one token was asked for): decode is never asked.
 
-Failures, as long as nothing has gone to the client: prefill fails -> another one, else alone. Decode fails -> another
-one; with the same hand-off if the failed one was never reached, else with a new one. Once prefill's first token is out,
-another decode worker may still go on from it, with the same hand-off. After decode's own bytes nothing is replayed.
+Failures, as long as nothing has gone to the client: if prefill fails, another prefill worker is tried, else decode
+serves alone. If decode fails, another decode worker is tried: with the same hand-off if the failed one was never
+reached, else with a new one. After prefill's first token was sent, another decode worker may still continue from it,
+with the same hand-off. After decode's own bytes nothing is replayed.
 
-A hand-off that prefill may have offered, and into which no decode worker has begun to answer when the request ends or a
-new dispatch replaces it, is given up: prefill is told (releases).
+If prefill may have offered a hand-off, and no decode worker has begun to answer with it when the request ends or a new
+dispatch replaces it, then prefill is told that it will not be taken (`upstream.releases`).
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -32,14 +34,20 @@ from kvferry.router.answer.first_event import early_event
 from kvferry.router.answer.relay import from_prefill, relay
 from kvferry.router.answer.reply import Reply
 from kvferry.router.client_body import ClientBody, PrefillAnswer, check_choices
-from kvferry.router.context import Attempts, RouterContext, Ticket, end_tasks
-from kvferry.router.fleet.admission import admit
+from kvferry.router.context import RouterContext
+from kvferry.router.fleet.failures import FailedAttempts, WorkerFailed
 from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.worker import BlockReservation, Worker
+from kvferry.router.handoff_params import (
+    PrefillOutcome,
+    can_push,
+    identity_in,
+    new_transfer_id,
+    push_params,
+    read_params,
+)
 from kvferry.router.observe.observer import Field
 from kvferry.router.settings import FirstToken
-from kvferry.router.tickets import can_push, learned_from, new_transfer_id, push_params, told_in
-from kvferry.router.upstream.worker_answer import WorkerFailed
 from kvferry.web.api_errors import ApiError, request_id_of
 from kvferry.web.records import header_value
 
@@ -51,42 +59,43 @@ _OVERLOADED = 503
 
 
 class _Answered(Exception):  # not an error: it unwinds to the answer
-    """Prefill's side settled the request: `response` goes to the client."""
+    """Prefill's answer settles the request: `response` goes to the client."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         self.response = response
 
 
 class Dispatch:
-    """One request. `run` is called once; cancelling it (the client hung up) aborts every request to workers."""
+    """Serves one request. `run` is called once. Cancelling it, as when the client hangs up, aborts every request to
+    workers."""
 
-    def __init__(self, shared: RouterContext, request: web.Request, body: ClientBody, number: int) -> None:
-        """`number`: under which observers see it."""
-        self._shared = shared
-        self._fleet = shared.fleet
-        self._metrics = shared.metrics
+    def __init__(self, context: RouterContext, request: web.Request, body: ClientBody, number: int) -> None:
+        """`number` is the dispatch's number for observers."""
+        self._context = context
+        self._fleet = context.fleet
+        self._metrics = context.metrics
         self._number = number
         self._request = request
         self._body = body
-        self._tried = Attempts()
+        self._failed = FailedAttempts()
         self._began_s = time.monotonic()
         self._reply = Reply(request, self._on_first_byte)
         self._prompt_bytes = body.prompt_bytes
-        self._prompt = shared.prefixes.prompt(
-            self._prompt_bytes, body.num_prompt_ids, with_pieces=shared.fleet.wants_pieces
+        self._prompt = context.prefixes.prompt(
+            self._prompt_bytes, body.num_prompt_ids, with_pieces=context.fleet.wants_pieces
         )
         self._offer: tuple[Worker, str] | None = None
-        self._promise: BlockReservation | None = None
+        self._reservation: BlockReservation | None = None
         self._begun = False
         self._prefilled_s: float | None = None
         self.served: dict[str, Field] = {}
-        """How it was served, as far as it is known; for observers."""
+        """How the request was served, as far as it is known; for observers."""
 
     async def run(self) -> web.StreamResponse:
-        """The answer to the client. Raises ApiError if nobody can give one."""
+        """Returns the answer to the client. Raises ApiError if no worker can give one."""
         check_choices(self._body)
         try:
-            if self._body.max_tokens == 1 and self._body.why_undivided is None:
+            if self._body.max_tokens == 1 and self._body.indivisible_reason is None:
                 await self._one_token()
             return await self._decode_somewhere()
         except _Answered as answered:
@@ -101,85 +110,87 @@ class Dispatch:
     # ---- decode ----
 
     async def _decode_somewhere(self) -> web.StreamResponse:
-        ticket: Ticket | None = None
+        outcome: PrefillOutcome | None = None
         while True:
-            decode = await admit(self._shared, self._tried, self._prompt, self._body.model)
-            if ticket is not None and ticket.prefill is not None and self._fleet.why_not(ticket.prefill, decode):
-                ticket = None
+            decode = await self._context.admission.admit(self._failed, self._prompt, self._body.model)
+            prefill = None if outcome is None else outcome.prefill
+            if prefill is not None and self._fleet.mismatch_reason(prefill, decode):
+                outcome = None
                 self._give_up("the other decode worker does not fit")
-            if ticket is None and self._reply.started:
+            if outcome is None and self._reply.started:
                 raise self._cannot_go_on()
-            with decode.promised(self._prompt.num_tokens) as self._promise:
+            with decode.reserving(self._prompt.num_tokens) as self._reservation:
                 try:
-                    if ticket is None:
-                        ticket = self._why_local(decode)
-                    if ticket is None and (prefill := self._next_prefill(decode)) is not None:
+                    if outcome is None:
+                        outcome = self._choose_local_prefill(decode)
+                    if outcome is None and (prefill := self._next_prefill(decode)) is not None:
                         if can_push(prefill, decode):
                             return await self._push(prefill, decode)
-                        ticket = await self._prefill(prefill, decode)
-                    if ticket is None:
-                        ticket = self._alone(decode)
-                    return await self._decode(decode, ticket)
+                        outcome = await self._prefill(prefill, decode)
+                    if outcome is None:
+                        outcome = self._decode_only(decode)
+                    return await self._decode(decode, outcome)
                 except WorkerFailed as failure:
                     self._note(failure, "decode" if failure.worker is decode else "prefill")
-                    keep = self._reply.started and ticket is not None
-                    if ticket is not None and not keep and (failure.reached or ticket.params is None):
-                        ticket = None  # it may have claimed the grant: a new dispatch has a new transfer id
+                    keep = self._reply.started and outcome is not None
+                    if outcome is not None and not keep and (failure.reached or outcome.params is None):
+                        outcome = None  # decode may have claimed the grant, so a new dispatch gets a new transfer id
                         self._give_up(f"decode {failure}")
                 finally:
-                    if self._shared.num_waiting:
+                    if self._context.admission.num_waiting:
                         self._fleet.ask_soon(decode)
 
     def _cannot_go_on(self) -> ApiError:
-        failures = "; ".join(str(failure) for failure in self._tried.failures) or "cannot go on from prefill's token"
+        failures = "; ".join(str(failure) for failure in self._failed.failures) or "cannot go on from prefill's token"
         return ApiError(
-            502, f"decode {failures}; the answer is not whole: send the request again", code="worker_failed"
+            502, f"decode {failures}; the answer is incomplete: send the request again", code="worker_failed"
         )
 
-    def _why_local(self, decode: Worker) -> Ticket | None:
-        """Decode computes the prompt by choice."""
+    def _choose_local_prefill(self, decode: Worker) -> PrefillOutcome | None:
+        """Returns a local prefill if decode should compute the prompt by choice, else None."""
         body = self._body
-        why = body.why_undivided
-        if why is None and body.num_choices > 1 and decode.info is not None and decode.info.kind == "vllm":
-            why = f"n={body.num_choices}: a hand-off to a vLLM server carries one choice"
-        if why is None and (below := self._shared.local_below_tokens):
+        reason = body.indivisible_reason
+        if reason is None and body.num_choices > 1 and decode.info is not None and decode.info.kind == "vllm":
+            reason = f"n={body.num_choices}: a hand-off to a vLLM server carries one choice"
+        if reason is None and (below := self._context.cost.local_below_tokens):
             uncached = self._prompt.num_tokens - self._prompt.num_cached(decode)
             if uncached < below:
-                why = f"about {uncached} of its tokens are not in decode's cache, and a hand-off pays from {below}"
-        return None if why is None else Ticket(why=why, local=True)
+                reason = f"about {uncached} of its tokens are not in decode's cache, and a hand-off pays from {below}"
+        return None if reason is None else PrefillOutcome(reason=reason, local_prefill=True)
 
-    def _alone(self, decode: Worker) -> Ticket:
-        """Nobody can prefill for it, and why."""
-        failures = [str(failure) for failure in self._tried.failures if failure.worker.wanted == "prefill"]
-        return Ticket(why="prefill " + ("; ".join(failures) if failures else self._fleet.why_no_prefill(decode)))
+    def _decode_only(self, decode: Worker) -> PrefillOutcome:
+        """Returns the reason why no worker can prefill for `decode`."""
+        failures = [str(failure) for failure in self._failed.failures if failure.worker.assigned_role == "prefill"]
+        reasons = "; ".join(failures) if failures else self._fleet.no_prefill_reason(decode)
+        return PrefillOutcome(reason="prefill " + reasons)
 
-    async def _decode(self, decode: Worker, ticket: Ticket) -> web.StreamResponse:
-        body = self._body.plain() if ticket.params is None else self._body.for_decode(ticket.params)
-        route = "pull" if ticket.params is not None else "local" if ticket.local else "alone"
-        headers = self._served_by(route, ticket.prefill, decode, ticket.why)
-        return await self._relay(decode, body, headers, route, prefill=ticket.prefill)
+    async def _decode(self, decode: Worker, outcome: PrefillOutcome) -> web.StreamResponse:
+        body = self._body.plain() if outcome.params is None else self._body.for_decode(outcome.params)
+        route = "pull" if outcome.params is not None else "local" if outcome.local_prefill else "alone"
+        headers = self._served_by(route, outcome.prefill, decode, outcome.reason)
+        return await self._relay(decode, body, headers, route, prefill=outcome.prefill)
 
     async def _relay(
         self, worker: Worker, body: bytes, served: Mapping[str, str], route: str, *,
         prefill: Worker | None = None, request_id: str | None = None,
     ) -> web.StreamResponse:  # fmt: skip
-        why = {"x-kvferry-why": served["x-kvferry-why"]} if "x-kvferry-why" in served else {}
+        reason = {"x-kvferry-why": served["x-kvferry-why"]} if "x-kvferry-why" in served else {}
         stage = "prefill" if route == "prefill" else "decode"
-        headers = self._headers(stage, request_id) | why
+        headers = self._headers(stage, request_id) | reason
         if self._reply.early is not None:
-            headers["x-kvferry-first-token"] = "sent"  # decode goes on from it, whatever becomes of the hand-off
-        self._tell(f"{stage}.sent", worker=worker.name)
+            headers["x-kvferry-first-token"] = "sent"  # decode continues from it, even if the hand-off fails
+        self._emit(f"{stage}.sent", worker=worker.name)
         began_s = time.monotonic()
         worker.breaker.began(began_s)
         pair = self._fleet.pairs.of(prefill, worker) if prefill is not None else None
         if pair is not None:
             pair.open += 1
         try:
-            async with self._shared.upstream.post(
+            async with self._context.upstream.post(
                 worker, self._request.path, body, headers,
-                headers_within_s=self._shared.settings.first_byte_timeout_s,
+                headers_within_s=self._context.settings.first_byte_timeout_s,
             ) as answer:  # fmt: skip
-                self._tell(f"{stage}.began", worker=worker.name, status=answer.status)
+                self._emit(f"{stage}.began", worker=worker.name, status=answer.status)
 
                 def on_begin(headers: Mapping[str, str]) -> None:
                     nonlocal pair
@@ -197,10 +208,10 @@ class Dispatch:
     def _on_begin(
         self, worker: Worker, prefill: Worker | None, headers: Mapping[str, str], route: str, status: int
     ) -> None:
-        """A worker's answer begins; `headers` are those for the client."""
+        """Notes that a worker's answer begins; `headers` are those for the client."""
         now_s = time.monotonic()
-        if self._promise is not None:
-            self._promise.began_s = now_s
+        if self._reservation is not None:
+            self._reservation.began_s = now_s
         recomputed = _recomputed(headers)
         if status < 400:
             worker.breaker.succeeded()
@@ -214,45 +225,46 @@ class Dispatch:
         self._metrics.on_route(route)
         self._metrics.on_tokens(headers)
         if route == "alone":
-            self._shared.alarm.note(now_s, headers.get("x-kvferry-why", "no reason is known"))
+            self._context.alarm.note(now_s, headers.get("x-kvferry-why", "no reason is known"))
         if prefill is None or status >= 400:
             return
         pair = self._fleet.pairs.of(prefill, worker)
         if recomputed:
             pair.failed += 1
-            pair.last_why = headers.get("x-kvferry-why", "")
-            self._shared.alarm.note(now_s, pair.last_why)
-            if pair.breaker.failed(now_s, pair.last_why):
+            pair.last_reason = headers.get("x-kvferry-why", "")
+            self._context.alarm.note(now_s, pair.last_reason)
+            if pair.breaker.failed(now_s, pair.last_reason):
                 logger.warning(
-                    "pair left alone prefill=%s decode=%s cause=%s", prefill.name, worker.name, pair.last_why
+                    "pair left alone prefill=%s decode=%s cause=%s", prefill.name, worker.name, pair.last_reason
                 )
         else:
             pair.landed += 1
             pair.handed_over_tokens += _number(headers.get("x-kvferry-handed-over", ""))
             pair.breaker.succeeded()
-            self._shared.alarm.note(now_s, None)
+            self._context.alarm.note(now_s, None)
         if self._prefilled_s is not None:
-            self._shared.cost.on_handoff(now_s - self._prefilled_s)
+            self._context.cost.on_handoff(now_s - self._prefilled_s)
             self._metrics.on_handoff(now_s - self._prefilled_s)
         self._metrics.on_pair(prefill.name, worker.name, landed=not recomputed, headers=headers)
 
     def _on_first_byte(self, source: str) -> None:
         self._metrics.on_first_byte(time.monotonic() - self._began_s)
-        self._tell("first_byte", source=source)
+        self._emit("first_byte", source=source)
 
     # ---- prefill ----
 
     def _next_prefill(self, decode: Worker | None) -> Worker | None:
-        if len(self._tried.prefill) >= self._shared.settings.max_attempts:
+        if len(self._failed.prefill) >= self._context.settings.max_attempts:
             return None
-        return self._fleet.pick_prefill(decode, self._tried.prefill, self._prompt, self._body.model)
+        return self._fleet.pick_prefill(decode, self._failed.prefill, self._prompt, self._body.model)
 
-    async def _prefill(self, prefill: Worker, decode: Worker) -> Ticket:
-        """Have the prompt computed. Raises _Answered if that settles the request, WorkerFailed if it failed."""
+    async def _prefill(self, prefill: Worker, decode: Worker) -> PrefillOutcome:
+        """Has prefill compute the prompt. Raises _Answered if that settles the request, WorkerFailed if it failed."""
         raw, answer = await self._ask_prefill(prefill, new_transfer_id())
         finish = answer.choices[0].finish_reason if answer.choices else None
         stopped = finish not in (None, "length")
-        # A vLLM server leaves the prompt's end to decode for some models: its own token comes from a shortened prompt.
+        # For some models a vLLM server leaves the prompt's end to decode: its own token then comes from a shortened
+        # prompt, and is not the answer's.
         is_vllm = prefill.info is not None and prefill.info.kind == "vllm"
         if stopped and self._body.num_choices == 1 and not is_vllm:
             self._metrics.on_route("prefill")
@@ -262,21 +274,21 @@ class Dispatch:
         if answer.params is None:
             stop = "its first token ended the first choice" if stopped else "it returned no kv_transfer_params"
             self._offer = None
-            return Ticket(why=f"prefill {prefill.name}: {stop}")
-        ticket = Ticket(prefill, answer.params)
+            return PrefillOutcome(reason=f"prefill {prefill.name}: {stop}")
+        outcome = PrefillOutcome(prefill, answer.params)
         try:
-            told = told_in(answer.params)
+            params = read_params(answer.params)
         except MalformedMessage as error:
             raise WorkerFailed(prefill, f"returned {error}", reached=True) from error
         if is_vllm:
-            prefill.learn(learned_from(told))
-        if told.first_token is not None and decode.can("first-token"):
-            await self._say_first_token(raw, prefill, decode, "pull")
-        return ticket
+            prefill.learn(identity_in(params))
+        if params.first_token is not None and decode.can("first-token"):
+            await self._send_first_token(raw, prefill, decode, "pull")
+        return outcome
 
-    async def _say_first_token(self, raw: bytes, prefill: Worker, decode: Worker, route: str) -> None:
-        """Begin the client's stream with prefill's token, if it stands by itself."""
-        if self._shared.settings.first_token is not FirstToken.PREFILL or self._reply.started:
+    async def _send_first_token(self, raw: bytes, prefill: Worker, decode: Worker, route: str) -> None:
+        """Begins the client's stream with prefill's token, if that can be sent alone."""
+        if self._context.settings.first_token is not FirstToken.PREFILL or self._reply.started:
             return
         event = early_event(self._body, raw)
         if event is not None:
@@ -292,12 +304,12 @@ class Dispatch:
         headers = self._headers("prefill", request_id)
         if self._fleet.wants_pieces and prefill.can("prompt-blocks"):
             headers["x-kvferry-want"] = "prompt-blocks"
-        self._tell("prefill.sent", worker=prefill.name, transfer_id=transfer_id)
+        self._emit("prefill.sent", worker=prefill.name, transfer_id=transfer_id)
         began_s = time.monotonic()
         prefill.breaker.began(began_s)
-        async with self._shared.upstream.post(
+        async with self._context.upstream.post(
             prefill, self._request.path, self._body.for_prefill(transfer_id), headers,
-            headers_within_s=self._shared.settings.prefill_timeout_s,
+            headers_within_s=self._context.settings.prefill_timeout_s,
         ) as response:  # fmt: skip
             if response.status >= 400:  # the client's error: it would be the same anywhere
                 self._offer = None
@@ -310,30 +322,31 @@ class Dispatch:
             raise WorkerFailed(prefill, f"gave an answer that cannot be read: {error}", reached=True) from error
         prefill.breaker.succeeded()
         self._prefilled_s = time.monotonic()
-        self._tell("prefill.answered", worker=prefill.name, status=200)
+        self._emit("prefill.answered", worker=prefill.name, status=200)
         self._learn(answer, self._prefilled_s - began_s, prefill)
         return raw, answer
 
     def _learn(self, answer: PrefillAnswer, after_s: float, prefill: Worker) -> None:
-        """From what prefill says of the prompt: its length, its blocks, and how long it took."""
+        """Learns from prefill's answer: the prompt's length, its blocks, and how long prefill took."""
         self._metrics.on_prefill(after_s)
         num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
-        prefixes, body = self._shared.prefixes, self._body
+        prefixes, body = self._context.prefixes, self._body
         prefixes.learn_length(self._prompt_bytes, body.num_prompt_ids, num_tokens)
         if answer.kvferry is not None:
-            self._shared.cost.on_prefill(answer.kvferry.recomputed, after_s)
+            self._context.cost.on_prefill(answer.kvferry.recomputed, after_s)
         elif num_tokens:
-            self._shared.cost.on_prefill(num_tokens, after_s)
+            self._context.cost.on_prefill(num_tokens, after_s)
         if answer.prompt_blocks and prefill.info is not None:
             try:
                 hashes = unpack_hashes(base64.b64decode(answer.prompt_blocks, validate=True))
             except binascii.Error:
-                return  # only a better choice is lost
+                return  # this only costs a better choice of workers later
             size = prefill.info.limits.block_tokens
             prefixes.learn(self._prompt, hashes, num_tokens, size, len(self._prompt_bytes))
 
     async def _one_token(self) -> None:
-        """One token is asked for: an ordinary request to prefill answers it. Falls through if no prefill can."""
+        """Has a prefill worker answer a request for one token, as an ordinary request. Returns if no prefill worker
+        can; raises _Answered otherwise."""
         while (prefill := self._next_prefill(None)) is not None:
             headers = self._served_by("prefill", prefill, None, "")
             try:
@@ -344,9 +357,9 @@ class Dispatch:
     # ---- push ----
 
     async def _push(self, prefill: Worker, decode: Worker) -> web.StreamResponse:
-        """Both at once. Prefill failing before decode has begun to answer is a WorkerFailed of prefill."""
+        """Sends to both at once. If prefill fails before decode has begun to answer, raises prefill's WorkerFailed."""
         transfer_id = new_transfer_id()
-        # A vLLM server matches the two by this id, so it must be new; clients may send one again.
+        # A vLLM server matches the two requests by this id, so it must be new; clients may send theirs again.
         is_vllm = prefill.info is not None and prefill.info.kind == "vllm"
         request_id = f"{request_id_of(self._request)}-{secrets.token_hex(4)}" if is_vllm else None
         chat = "chat" in self._request.path
@@ -359,38 +372,39 @@ class Dispatch:
         try:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done() and not reading.done() and not self._begun:
-                # What prefill refuses, or cannot do, decode would wait for in vain.
+                # If prefill refuses the prompt, or fails, decode would wait for it in vain.
                 await self._prefill_wrote(*writing.result(), prefill, decode)
             return await reading
         finally:
-            await end_tasks(writing, reading)
+            await _end_tasks(writing, reading)
 
     async def _prefill_wrote(self, raw: bytes, answer: PrefillAnswer, prefill: Worker, decode: Worker) -> None:
-        """Prefill has answered before decode began. Raises WorkerFailed if decode was told of another process."""
+        """Handles prefill's answer if decode has not begun. Raises WorkerFailed if decode was given the address of an
+        earlier process of prefill."""
         if answer.params is None:
-            return  # decode knows from the wire, or answers by its own means
-        told = told_in(answer.params)
+            return  # decode learns it from prefill itself, or computes the prompt
+        params = read_params(answer.params)
         if prefill.info is not None and prefill.info.kind == "vllm":
-            before, now = prefill.learned, learned_from(told)
+            before, now = prefill.learned, identity_in(params)
             prefill.learn(now)
             if before is not None and (before.engine, before.port) != (now.engine, now.port):
                 raise WorkerFailed(prefill, "has restarted: decode waits for another process", reached=True)
-        # Where the hand-off fails decode draws a token of its own: only a greedy one is the same again.
+        # If the hand-off fails, decode samples a token of its own: only a greedy one is the same again.
         if decode.can("first-token") and self._body.greedy and not self._begun:
             finish = answer.choices[0].finish_reason if answer.choices else None
             if finish in (None, "length"):
-                await self._say_first_token(raw, prefill, decode, "push")
+                await self._send_first_token(raw, prefill, decode, "push")
 
     # ---- common ----
 
     def _give_up(self, reason: str) -> None:
-        """Let prefill know that nobody will take what it may have offered."""
+        """Tells prefill that the hand-off that it may have offered will not be taken."""
         if self._offer is not None:
             (prefill, transfer_id), self._offer = self._offer, None
             if prefill.info is not None and prefill.info.kind == "vllm":
-                return  # it has no such endpoint: its lease ends it
-            self._shared.releases.release_soon(prefill, transfer_id, reason)
-            self._tell("released", worker=prefill.name, transfer_id=transfer_id, cause=reason)
+                return  # it has no such endpoint; the lease ends the hand-off
+            self._context.releases.release_soon(prefill, transfer_id, reason)
+            self._emit("released", worker=prefill.name, transfer_id=transfer_id, cause=reason)
 
     def _headers(self, stage: str, request_id: str | None = None) -> dict[str, str]:
         asked = self._request.headers
@@ -398,37 +412,37 @@ class Dispatch:
         for name in ("traceparent", "tracestate"):
             if name in asked:
                 headers[name] = asked[name]
-        if self._shared.worker_key is not None:
-            headers["Authorization"] = f"Bearer {self._shared.worker_key}"
+        if self._context.worker_key is not None:
+            headers["Authorization"] = f"Bearer {self._context.worker_key}"
         elif "Authorization" in asked:
             headers["Authorization"] = asked["Authorization"]
-        if self._shared.observers:
-            headers |= self._shared.observers.worker_headers(self._number, stage)
+        if self._context.observers:
+            headers |= self._context.observers.worker_headers(self._number, stage)
         return headers
 
     def _served_by(
-        self, route: str, prefill: Worker | None, decode: Worker | None, why: str, transfer_id: str = ""
+        self, route: str, prefill: Worker | None, decode: Worker | None, reason: str, transfer_id: str = ""
     ) -> dict[str, str]:
         values = {
             "route": route,
             "prefill": prefill.name if prefill else "",
             "decode": decode.name if decode else "",
-            "why": why,
+            "why": reason,
         }
-        self._tell("chosen", **values, transfer_id=transfer_id)
+        self._emit("chosen", **values, transfer_id=transfer_id)
         return {f"x-kvferry-{name}": header_value(value) for name, value in values.items() if value}
 
-    def _tell(self, name: str, /, **fields: Field) -> None:
-        if self._shared.observers:
-            self._shared.observers.tell(self._number, name, **fields)
+    def _emit(self, name: str, /, **fields: Field) -> None:
+        if self._context.observers:
+            self._context.observers.emit(self._number, name, **fields)
 
     def _note(self, failure: WorkerFailed, stage: str) -> None:
         worker = failure.worker
-        self._tried.failures.append(failure)
+        self._failed.failures.append(failure)
         if stage == "decode":
-            self._tried.decode[worker] = time.monotonic()
+            self._failed.decode[worker] = time.monotonic()
         else:
-            self._tried.prefill.add(worker)
+            self._failed.prefill.add(worker)
         if stage == "prefill" and (failure.answered or not failure.reached):
             self._offer = None  # it has offered nothing
         elif stage == "prefill":
@@ -437,7 +451,7 @@ class Dispatch:
         if failure.status != _OVERLOADED and worker.breaker.failed(time.monotonic(), str(failure)):
             logger.warning("worker left alone peer=%s cause=%s", worker.name, failure)
         self._metrics.on_failure(worker.url, stage)
-        self._tell("failed", worker=worker.name, stage=stage, cause=str(failure))
+        self._emit("failed", worker=worker.name, stage=stage, cause=str(failure))
         logger.warning(
             "worker failed request=%s peer=%s stage=%s cause=%s", request_id_of(self._request), worker.name, stage,
             failure,
@@ -447,7 +461,7 @@ class Dispatch:
 
 
 def _recomputed(headers: Mapping[str, str]) -> bool:
-    """Decode says that nothing was handed over, and why: it may never have told prefill."""
+    """True if decode reports that nothing was handed over. It may never have told prefill so."""
     return headers.get("x-kvferry-handed-over") == "0" and bool(headers.get("x-kvferry-why"))
 
 
@@ -456,4 +470,11 @@ def _number(text: str) -> int:
 
 
 def _nothing(_: Mapping[str, str]) -> None:
-    """An error of the client has no route."""
+    """Ignores the headers: a client's error has no route."""
+
+
+async def _end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,32 +1,32 @@
-"""Keys of the HTTP interface: which clients may ask, and which workers may register. Compared in constant time."""
+"""Keys of the HTTP interface: which clients may send requests, and which workers may register.
+
+Keys are compared in constant time.
+"""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from kvferry.errors import ConfigError
-from kvferry.router.observe.ui import PAGE_PATHS
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["bearer_of", "fits", "key_middleware", "read_keys"]
 
 _MIN_CHARS = 8
-_OPEN = frozenset({"/health", "/v1/kvferry/register"}) | PAGE_PATHS
-"""Asked by those that have no client's key. Registration has its own; the page at /ui sends one with what it asks."""
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """One key a line; empty lines and lines that begin with # are skipped. Raises ConfigError."""
+    """Reads a key file: one key per line; empty lines and lines that begin with # are skipped. Raises ConfigError."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"key file {path!r} cannot be read: {error}") from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not keys:
-        raise ConfigError(f"key file {path!r} has no key: write one a line")
+        raise ConfigError(f"key file {path!r} has no key: write one per line")
     if any(len(key) < _MIN_CHARS or not (key.isascii() and key.isprintable()) or " " in key for key in keys):
         raise ConfigError(
             f"key file {path!r} has a key that is shorter than {_MIN_CHARS} characters, or is not printable ASCII "
@@ -36,24 +36,24 @@ def read_keys(path: str) -> tuple[str, ...]:
 
 
 def bearer_of(request: web.Request) -> str:
-    """The key that came with a request; "" without one."""
+    """Returns the key that came with a request, or "" if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def fits(key: str, keys: Sequence[str]) -> bool:
-    """It is one of them."""
+    """True if `key` is one of `keys`."""
     given = key.encode("utf-8", "replace")
     matches = [hmac.compare_digest(given, one.encode()) for one in keys]  # all of them: every key costs the same
     return any(matches)
 
 
-def key_middleware(keys: Sequence[str]) -> Middleware:
-    """Refuses what has none of these keys, as OpenAI does."""
+def key_middleware(keys: Sequence[str], open_paths: Collection[str]) -> Middleware:
+    """Returns a middleware that refuses requests without one of `keys`, as OpenAI does, except to `open_paths`."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _OPEN and not fits(bearer_of(request), keys):
+        if request.path not in open_paths and not fits(bearer_of(request), keys):
             given = "Incorrect API key provided" if "Authorization" in request.headers else "No API key was sent"
             raise ApiError(
                 401, f"{given}: send `Authorization: Bearer KEY` with a key of this router", code="invalid_api_key"

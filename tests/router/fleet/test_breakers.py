@@ -7,7 +7,7 @@ def test_it_opens_after_failures_in_a_row_and_tries_one_request_a_period() -> No
     breaker = Breaker(3, 2.0, 5.0)
     assert [breaker.failed(0.0, "x") for _ in range(3)] == [False, False, True]
     assert (breaker.state(1.9), breaker.permits(1.9)) == (BreakerState.OPEN, False)
-    assert "3 failures in a row, tried again in 1.5 s; the last: x" in breaker.why(0.5)
+    assert "3 failures in a row, tried again in 1.5 s; the last: x" in breaker.explain(0.5)
     assert (breaker.state(2.0), breaker.permits(2.0)) == (BreakerState.HALF_OPEN, True)
     breaker.began(2.0)  # the one; how it ends is perhaps never told
     assert not breaker.permits(2.1)

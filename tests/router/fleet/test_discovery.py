@@ -165,7 +165,7 @@ async def test_workers_register_serve_and_leave() -> None:
             both = [Registrar([url], p.url, "prefill", None), Registrar([url], d.url, "decode", None)]
             for registrar in both:
                 await registrar.start()
-            await until_async(lambda: [w.why_unusable for w in router.fleet.workers] == [None, None])
+            await until_async(lambda: [w.unusable_reason for w in router.fleet.workers] == [None, None])
             response, _ = await post(url, BODY)
             assert response.headers["x-kvferry-route"] == "pull"
             first_s = min(leases._until_s.values())

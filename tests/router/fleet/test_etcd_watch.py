@@ -90,7 +90,7 @@ async def a_router(etcd_url: str) -> AsyncIterator[tuple[str, Router]]:
 
 
 def urls(router: Router) -> set[tuple[str, str]]:
-    return {(worker.url, worker.wanted.value) for worker in router.fleet.workers}
+    return {(worker.url, worker.assigned_role.value) for worker in router.fleet.workers}
 
 
 @real
@@ -106,7 +106,7 @@ async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
         for registrar in registrars:
             await registrar.start()
         await until_async(
-            lambda: all(worker.why_unusable is None for worker in router.fleet.workers) and len(urls(router)) == 2
+            lambda: all(worker.unusable_reason is None for worker in router.fleet.workers) and len(urls(router)) == 2
         )
         response, _raw = await post(url, BODY)
         assert (response.status, response.headers["x-kvferry-prefill"]) == (200, "p0")

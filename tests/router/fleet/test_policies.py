@@ -77,17 +77,17 @@ def test_room_is_what_is_free_less_what_is_promised_until_the_report_has_it() ->
     assert worker.has_room(10**9)  # it does not say
     worker.info = an_info(limits=Limits(block_tokens=16, blocks=100), room=Room(free_blocks=10))
     worker.reported(5.0)
-    with worker.promised(100) as promise:
-        assert promise.num_blocks == 7
+    with worker.reserving(100) as reservation:
+        assert reservation.num_blocks == 7
         assert worker.free_blocks == 3
         assert not worker.has_room(100)
-        promise.began_s = 6.0
+        reservation.began_s = 6.0
         worker.reported(5.5)  # it was asked before
         assert worker.free_blocks == 3
         worker.reported(6.5)
         assert worker.free_blocks == 10
     assert worker.free_blocks == 10
-    with worker.promised(100):
+    with worker.reserving(100):
         pass
     assert worker.free_blocks == 10
     assert worker.blocks_for(10**6) == 100  # what cannot fit at all is for the worker to refuse

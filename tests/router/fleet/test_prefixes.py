@@ -115,7 +115,7 @@ def test_the_alarm_rings_for_a_share_of_the_window() -> None:
         alarm.note(at_s, None if at_s % 2 else "prefill is down")
     assert alarm.rings(10.0)
     assert alarm.share(10.0) == 0.5
-    assert alarm.last_why == "prefill is down"
+    assert alarm.last_reason == "prefill is down"
     alarm.note(11.0, None)
     assert not alarm.rings(11.0)
     for at_s in (12.0, 13.0):

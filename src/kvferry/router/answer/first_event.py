@@ -1,9 +1,9 @@
-"""Prefill's first token, to the client as soon as prefill has it. Decode's first event says it again, and is dropped.
+"""Sends prefill's first token to the client as soon as prefill has it. Decode's first event repeats it and is dropped.
 
-Only with workers that say `first-token` of themselves: their answer to a hand-off begins with an event of that one
-token. The two are compared: where decode had to compute the prompt itself and drew another first token, the stream ends
-with an error. So it is done only where that cannot well happen: decode gets the token with the parameters (pull), or
-the request is greedy.
+This needs workers with the ability `first-token`: their answer to a hand-off begins with an event of that one token.
+The two events are compared. If decode had to compute the prompt itself and sampled another first token, the stream ends
+with an error. So an early first token is sent only if that is unlikely: decode gets the token with the parameters
+(pull), or the request is greedy.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ _MAX_EVENT_BYTES = 1 << 20
 
 
 def early_event(body: ClientBody, raw: bytes) -> bytes | None:
-    """The first event of the stream, made of prefill's whole answer; None if its token does not stand by itself.
+    """Returns the first event of the stream, made from prefill's answer, or None if its token cannot be sent alone.
 
-    Text that ends within a character would be held back by decode, as would the beginning of a stop string.
+    Decode holds back text that ends within a character, and text that may begin a stop string.
     """
     if not body.stream or body.num_choices != 1 or body.asks("stop"):
         return None
@@ -42,7 +42,7 @@ def early_event(body: ClientBody, raw: bytes) -> bytes | None:
 
 
 def as_events(answer: dict[str, Any], *, include_usage: bool) -> list[dict[str, Any]]:
-    """A whole body as the chunks of a stream."""
+    """Returns a complete body as the chunks of a stream."""
     chat = answer.get("object") == "chat.completion"
     head: dict[str, Any] = {name: answer[name] for name in ("id", "created", "model") if name in answer}
     head["object"] = "chat.completion.chunk" if chat else "text_completion"
@@ -60,16 +60,16 @@ def as_events(answer: dict[str, Any], *, include_usage: bool) -> list[dict[str, 
 
 
 class FirstEvent:
-    """Drops the first event of decode's stream, which has gone out already."""
+    """Drops the first event of decode's stream, because it was sent already."""
 
     def __init__(self, early: bytes) -> None:
         self._early = early
         self._buffer = b""
         self.passed = False
-        """It has been seen: what follows is handed on as it comes."""
+        """True once the first event has come; what follows is passed on as it comes."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """What of it is to go out. Raises ApiError if decode's first token is another one."""
+        """Returns what of the stream is to be sent. Raises ApiError if decode's first token is another one."""
         self._buffer += chunk
         event, end, rest = self._buffer.partition(b"\n\n")
         if not end:
@@ -80,12 +80,12 @@ class FirstEvent:
         ours, theirs = _choice_of(self._early), _choice_of(event)
         if theirs is None:
             return event + end + rest  # decode's error, or its end
-        said, again = _text_of(ours or {}), _text_of(theirs)
-        if not again.startswith(said):
-            raise _differs(f"{again[:40]!r} after {said[:40]!r}")
-        if again == said and not theirs.get("finish_reason"):
+        sent, repeated = _text_of(ours or {}), _text_of(theirs)
+        if not repeated.startswith(sent):
+            raise _differs(f"{repeated[:40]!r} after {sent[:40]!r}")
+        if repeated == sent and not theirs.get("finish_reason"):
             return rest
-        return _rest_of(event, again[len(said) :]) + end + rest
+        return _with_text(event, repeated[len(sent) :]) + end + rest
 
 
 def _differs(what: str) -> ApiError:
@@ -109,12 +109,12 @@ def _text_of(choice: dict[str, Any]) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _rest_of(event: bytes, text: str) -> bytes:
-    """The event again, without the text that has gone out."""
-    told: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: ").strip())
-    choice = told["choices"][0]
+def _with_text(event: bytes, text: str) -> bytes:
+    """Returns the event with `text` in place of its own text."""
+    body: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: ").strip())
+    choice = body["choices"][0]
     if "delta" in choice:
         choice["delta"] = {"content": text}
     else:
         choice["text"] = text
-    return b"data: " + msgspec.json.encode(told)
+    return b"data: " + msgspec.json.encode(body)

@@ -1,7 +1,7 @@
-"""From a worker's answer to the client's: bytes are handed on as they come, untouched.
+"""Passes a worker's answer on to the client: its bytes are forwarded as they come, unchanged.
 
-The router looks into them only where it has to: to drop a first token that has gone out already (first_token), and for
-a client that asked for the account in its usage (usage).
+The router looks into them only if it must: to drop a first token that was sent already (`first_event`), and for a
+client that asked for `kvferry` in its usage (`usage`).
 """
 
 import logging
@@ -15,8 +15,9 @@ from kvferry.router.answer.first_event import FirstEvent, as_events
 from kvferry.router.answer.reply import Reply
 from kvferry.router.answer.usage import UsageWriter, asked_for
 from kvferry.router.client_body import ClientBody
+from kvferry.router.fleet.failures import WorkerFailed
 from kvferry.router.fleet.worker import Worker
-from kvferry.router.upstream.worker_answer import Answer, WorkerFailed
+from kvferry.router.upstream.worker_answer import Answer
 from kvferry.web.api_errors import ApiError, request_id_of
 from kvferry.web.records import HEADER_PREFIX
 
@@ -34,7 +35,7 @@ async def relay(
     headers: Mapping[str, str],
     on_begin: Callable[[Mapping[str, str]], None],
 ) -> web.StreamResponse:
-    """Hand the answer on. Raises WorkerFailed only while nothing of it has gone to the client.
+    """Passes the answer on. Raises WorkerFailed only while nothing of it has gone to the client.
 
     A stream that breaks off later ends with an error event and no [DONE]: nothing is ever sent twice.
     """
@@ -44,7 +45,7 @@ async def relay(
     if answer.content_type != "text/event-stream":
         body = await answer.read()
         on_begin(merged)
-        if reply.started:  # with prefill's first token: the status is out, the stream says what decode said
+        if reply.started:  # with prefill's first token: the status was sent, so the stream carries decode's body
             return await reply.end(b"data: " + body + b"\n\n")
         return reply.whole(answer.status, body if usage is None else usage.whole(body), merged)
     chunk = await answer.read_some()
@@ -54,7 +55,7 @@ async def relay(
     on_begin(merged)
     try:
         if reply.early is not None:
-            chunk = await _behind_the_first_event(answer, chunk, reply.early)
+            chunk = await _after_first_event(answer, chunk, reply.early)
         if usage is None:
             while chunk:
                 await stream.write(chunk)
@@ -67,7 +68,7 @@ async def relay(
     except WorkerFailed as failure:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, failure)
         return await reply.fail(
-            ApiError(502, f"decode {failure}; the answer is not whole: send the request again", code="worker_failed")
+            ApiError(502, f"decode {failure}; the answer is incomplete: send the request again", code="worker_failed")
         )
     except ApiError as error:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, error)
@@ -75,7 +76,7 @@ async def relay(
     return await reply.end()
 
 
-async def _behind_the_first_event(answer: Answer, chunk: bytes, early: bytes) -> bytes:
+async def _after_first_event(answer: Answer, chunk: bytes, early: bytes) -> bytes:
     first = FirstEvent(early)
     while True:
         left = first.feed(chunk)
@@ -95,10 +96,10 @@ def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 async def from_prefill(reply: Reply, body: ClientBody, raw: bytes, headers: Mapping[str, str]) -> web.StreamResponse:
-    """Prefill's first token ended the answer: its body is the answer, as a stream if the client wants one."""
+    """Answers with prefill's body, as a stream if the client wants one: prefill's first token ended the answer."""
     request = reply.request
     answer: dict[str, Any] = msgspec.json.decode(raw)
-    for name in ("kv_transfer_params", "prompt_blocks"):  # the fleet's, not the client's business
+    for name in ("kv_transfer_params", "prompt_blocks"):  # they concern the fleet, not the client
         answer.pop(name, None)
     merged = {**headers, "X-Request-Id": request_id_of(request), "Content-Type": "application/json"}
     usage = UsageWriter(merged) if asked_for(request.headers) else None

@@ -1,8 +1,8 @@
-"""What goes to the client of one request: once, and never twice.
+"""The reply to the client of one request. Nothing in it is ever sent twice.
 
-UNSTARTED   nothing has gone out: another worker may still be asked.
-STARTED     a stream has begun: with prefill's first token, or with decode's first bytes.
-ENDED       the stream is whole, or has ended with an error event and no [DONE].
+UNSTARTED   Nothing was sent: another worker may still be asked.
+STARTED     A stream has begun, with prefill's first token or with decode's first bytes.
+ENDED       The stream is complete, or has ended with an error event and no [DONE].
 """
 
 import asyncio
@@ -16,10 +16,11 @@ __all__ = ["Reply"]
 
 
 class Reply:
-    """One a request. On the event loop; two tasks may use it (push), so a state is set before anything is awaited."""
+    """One per request, on the event loop. In push mode two tasks use it, so its state is set before anything is
+    awaited."""
 
     def __init__(self, request: web.Request, on_first_byte: Callable[[str], None]) -> None:
-        """`on_first_byte` is told who brought it: `prefill` or `decode`."""
+        """`on_first_byte` is called with the source of the first byte: `prefill` or `decode`."""
         self.request = request
         self.early: bytes | None = None
         """The event with prefill's first token, if the stream began with it."""
@@ -29,17 +30,17 @@ class Reply:
 
     @property
     def started(self) -> bool:
-        """Something has gone out."""
+        """True once anything was sent."""
         return self._stream is not None
 
     @property
     def response(self) -> web.StreamResponse:
-        """Of a stream that has started."""
-        assert self._stream is not None, "asked for only after the stream has started"
+        """The response, whose stream must have started."""
+        assert self._stream is not None, "the stream must have started"
         return self._stream
 
     async def start(self, status: int, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Begin the stream; one that has begun stays as it is."""
+        """Begins the stream; one that has begun stays as it is."""
         async with self._starting:
             if self._stream is None:
                 self._stream = web.StreamResponse(status=status, headers=headers)
@@ -48,7 +49,7 @@ class Reply:
             return self._stream
 
     async def start_early(self, headers: Mapping[str, str], event: bytes) -> None:
-        """Begin the stream with prefill's first token."""
+        """Begins the stream with prefill's first token."""
         assert self._stream is None, "a stream begins once"
         async with self._starting:
             self._stream = web.StreamResponse(headers=headers)
@@ -58,17 +59,17 @@ class Reply:
             await self._stream.write(event)
 
     def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> web.Response:
-        """An answer that is not streamed."""
+        """Returns an answer that is not streamed."""
         assert self._stream is None, "a stream was begun"
         self._on_first_byte("decode")
         return web.Response(status=status, body=body, headers=headers)
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
-        """End a stream that has started: the event says that it is not whole."""
+        """Ends a stream that has started, with an event that says why it is incomplete."""
         return await self.end(b"data: " + error.body() + b"\n\n")
 
     async def end(self, last: bytes = b"") -> web.StreamResponse:
-        """End a stream that has started."""
+        """Ends a stream that has started."""
         stream = self.response
         if last:
             await stream.write(last)

@@ -1,7 +1,7 @@
-"""How a request was served, in the body's usage, for a client that asks (`X-KVFerry-Usage: 1`).
+"""Adds how a request was served to the body's usage, for a client that asks for it (`X-KVFerry-Usage: 1`).
 
-Only then does the router look into the bytes of an answer. It adds `usage.kvferry`; all else stays as the worker wrote
-it, but for the JSON's spacing in that one event.
+Only then does the router look into the bytes of an answer. It adds `usage.kvferry`; everything else stays as the worker
+wrote it, except for the JSON's spacing in that one event.
 """
 
 from collections.abc import Mapping
@@ -18,24 +18,24 @@ _WORDS = ("route", "prefill", "decode", "mode", "why")
 
 
 def asked_for(headers: Mapping[str, str]) -> bool:
-    """The client wants it."""
+    """True if the client asks for it."""
     return headers.get(HEADER, "") in ("1", "true")
 
 
 class UsageWriter:
-    """One an answer."""
+    """Adds `usage.kvferry` to one answer."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
-        """`headers`: those of the answer, which say how it was served."""
+        """`headers` are those of the answer, which say how it was served."""
         self._headers = headers
         self._buffer = b""
 
     def whole(self, body: bytes) -> bytes:
-        """A body that is not a stream."""
+        """Returns a body that is not a stream, with `usage.kvferry`."""
         return self._write(body)
 
     def feed(self, chunk: bytes) -> bytes:
-        """What of a stream may go out: whole events."""
+        """Returns what of a stream may be sent: complete events only."""
         self._buffer += chunk
         events, end, self._buffer = self._buffer.rpartition(b"\n\n")
         if not end:
@@ -43,7 +43,7 @@ class UsageWriter:
         return b"".join(self._event(event) + b"\n\n" for event in events.split(b"\n\n"))
 
     def end(self) -> bytes:
-        """What is left."""
+        """Returns the rest of the stream."""
         rest, self._buffer = self._buffer, b""
         return rest
 
@@ -63,9 +63,9 @@ class UsageWriter:
         return msgspec.json.encode(body)
 
     def _served(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The worker's own account where it gave one, else what the headers say."""
-        told = {name: self._headers.get("x-kvferry-" + name) for name in _WORDS}
-        served: dict[str, Any] = {name: value for name, value in told.items() if value}
+        """Returns the worker's own account if it gave one, else what the headers say."""
+        words = {name: self._headers.get("x-kvferry-" + name) for name in _WORDS}
+        served: dict[str, Any] = {name: value for name, value in words.items() if value}
         own = body.get("kvferry")
         for name in _NUMBERS:
             value = own.get(name) if isinstance(own, dict) else self._headers.get("x-kvferry-" + name.replace("_", "-"))

@@ -1,1 +1,1 @@
-"""Which workers there are, how each of them is, which pairs fit, and which worker serves a request."""
+"""The workers that the router knows: how each of them is, which pairs fit, and which worker serves a request."""

@@ -1,81 +1,111 @@
-"""Which decode worker takes a request, with room for its prompt: asked before prefill is given work.
+"""Admission: picks a decode worker that has room for a request's prompt, before prefill is given any work.
 
-A prompt that prefill has computed and nobody can take keeps prefill's blocks for a lease. So a request waits here, in
-front of prefill, until some decode worker has room; for `room_wait_s` at most, and not more than `max_waiting` at once.
+A prompt that prefill has computed and no decode worker can take would occupy prefill's blocks for a whole lease. So a
+request waits here, before prefill, until a decode worker has room: for `room_wait_s` at most, and with at most
+`max_waiting` requests waiting at once.
 
-Where every decode worker has gone a moment ago, it waits here too, for `restart_wait_s` since then: a restart of all of
-them fails no request that has not begun to be answered.
+If all decode workers have just gone, requests wait here too, for `restart_wait_s` since the last of them went. So a
+restart of all of them fails no request whose answer has not begun.
 """
 
 import math
 import time
 
-from kvferry.router.context import Attempts, RouterContext
-from kvferry.router.fleet.policies import Wanted
+from kvferry.router.fleet.failures import FailedAttempts
+from kvferry.router.fleet.policies import PromptEstimate
 from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import Fleet
+from kvferry.router.settings import RouterSettings
 from kvferry.web.api_errors import ApiError
 
-__all__ = ["admit"]
+__all__ = ["Admission"]
 
 
-async def admit(shared: RouterContext, tried: Attempts, wanted: Wanted, model: str | None) -> Worker:
-    """A decode worker that serves `model`. Raises ApiError if none can serve, or none has room in time."""
-    fleet, settings = shared.fleet, shared.settings
-    until_s: float | None = None
-    while True:
-        _forgive(tried)
-        candidates: list[Worker] = []
-        if len(tried.of_decode) < settings.max_attempts:
-            candidates = fleet.serving(model, fleet.decode_candidates(tried.decode), fleet.decode)
-        roomy = [worker for worker in candidates if worker.has_room(wanted.num_tokens)]
-        if roomy:
-            return fleet.choose_decode(roomy, wanted)
-        now_s = time.monotonic()
-        if not candidates:
-            back_by_s = max(fleet.last_lost_s(model), _unsure_since_s(shared, tried)) + settings.restart_wait_s
-            if now_s >= back_by_s or len(tried.of_decode) >= settings.max_attempts:
-                raise _nobody(shared, tried)
-            if shared.num_waiting >= settings.max_waiting:
-                raise _nobody(shared, tried, f"; {shared.num_waiting} requests wait for one already")
-            await _wait(shared, back_by_s - now_s)
-            continue
-        if until_s is None:
-            if shared.num_waiting >= settings.max_waiting:
-                raise _full(candidates, f"and {shared.num_waiting} requests wait already")
-            until_s = now_s + settings.room_wait_s
-        if now_s >= until_s:
-            raise _full(candidates, f"after {settings.room_wait_s:g} s")
-        await _wait(shared, until_s - now_s)
+class Admission:
+    """Admits requests to decode workers. There is one per router; it runs on the event loop."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self.num_waiting = 0
+        """The number of requests that wait for room on decode, or for a decode worker to come back."""
+
+    async def admit(self, failed: FailedAttempts, prompt: PromptEstimate, model: str | None) -> Worker:
+        """Returns a decode worker that serves `model` and has room. Raises ApiError if there is none in time."""
+        fleet, settings = self._fleet, self._settings
+        until_s: float | None = None
+        while True:
+            _forgive(failed)
+            candidates: list[Worker] = []
+            if len(failed.of_decode) < settings.max_attempts:
+                candidates = fleet.serving(model, fleet.decode_candidates(failed.decode), fleet.decode)
+            roomy = [worker for worker in candidates if worker.has_room(prompt.num_tokens)]
+            if roomy:
+                return fleet.choose_decode(roomy, prompt)
+            now_s = time.monotonic()
+            if not candidates:
+                back_by_s = max(fleet.last_lost_s(model), self._unsure_since_s(failed)) + settings.restart_wait_s
+                if now_s >= back_by_s or len(failed.of_decode) >= settings.max_attempts:
+                    raise self._no_decode_worker(failed)
+                if self.num_waiting >= settings.max_waiting:
+                    raise self._no_decode_worker(failed, f"; {self.num_waiting} requests wait for one already")
+                await self._wait(back_by_s - now_s)
+                continue
+            if until_s is None:
+                if self.num_waiting >= settings.max_waiting:
+                    raise _no_room(candidates, f"and {self.num_waiting} requests wait already")
+                until_s = now_s + settings.room_wait_s
+            if now_s >= until_s:
+                raise _no_room(candidates, f"after {settings.room_wait_s:g} s")
+            await self._wait(until_s - now_s)
+
+    def _unsure_since_s(self, failed: FailedAttempts) -> float:
+        """Returns when the latest worker failed of those that may have gone with their failure, and has each asked at
+        once, so that it becomes known whether it has."""
+        latest_s = -math.inf
+        for failure in failed.of_decode:
+            worker, failed_s = failure.worker, failed.decode.get(failure.worker)
+            is_up = failure.answered and failure.status != 503  # it said so itself
+            if failed_s is None or worker.unusable_reason is not None or is_up:
+                continue
+            if worker.report.asked_s <= failed_s:
+                self._fleet.ask_soon(worker)
+                latest_s = max(latest_s, failed_s)
+        return latest_s
+
+    async def _wait(self, longest_s: float) -> None:
+        self.num_waiting += 1
+        try:
+            await self._fleet.wait_change(longest_s)
+        finally:
+            self.num_waiting -= 1
+
+    def _no_decode_worker(self, failed: FailedAttempts, more: str = "") -> ApiError:
+        failures = failed.of_decode
+        if failures:
+            text = "; ".join(f"decode {failure}" for failure in failures)
+            return ApiError(
+                max(failure.status for failure in failures), f"{text}{more}. Try again, or look at /v1/kvferry",
+                code="worker_failed", retry_after_s=1,
+            )  # fmt: skip
+        decode = self._fleet.decode
+        reasons = [worker.unavailable_reason() or f"{worker.name} serves another model" for worker in decode]
+        reasons += [f"and prefill {failure}" for failure in failed.failures]
+        return ApiError(
+            503,
+            f"no decode worker can serve: {'; '.join(reasons) or 'none is configured'}{more}. "
+            "Start one, or look at /v1/kvferry",
+            code="no_decode_worker", retry_after_s=1,
+        )  # fmt: skip
 
 
-def _forgive(tried: Attempts) -> None:
-    """Workers that have come up since they failed this request may have it again: nothing of it is left there."""
-    for worker in [worker for worker, failed_s in tried.decode.items() if worker.up_s > failed_s]:
-        del tried.decode[worker]
+def _forgive(failed: FailedAttempts) -> None:
+    """Allows another try of workers that have come up since they failed: they hold nothing of this request."""
+    for worker in [worker for worker, failed_s in failed.decode.items() if worker.up_s > failed_s]:
+        del failed.decode[worker]
 
 
-def _unsure_since_s(shared: RouterContext, tried: Attempts) -> float:
-    """When the latest of those failed that may have gone with it: they are asked at once, and then it is known."""
-    latest_s = -math.inf
-    for failure in tried.of_decode:
-        worker, failed_s = failure.worker, tried.decode.get(failure.worker)
-        if failed_s is None or worker.why_unusable is not None or (failure.answered and failure.status != 503):
-            continue
-        if worker.report.asked_s <= failed_s:
-            shared.fleet.ask_soon(worker)
-            latest_s = max(latest_s, failed_s)
-    return latest_s
-
-
-async def _wait(shared: RouterContext, longest_s: float) -> None:
-    shared.num_waiting += 1
-    try:
-        await shared.fleet.wait_change(longest_s)
-    finally:
-        shared.num_waiting -= 1
-
-
-def _full(candidates: list[Worker], more: str) -> ApiError:
+def _no_room(candidates: list[Worker], more: str) -> ApiError:
     rooms = "; ".join(f"{worker.name} has {worker.free_blocks} free blocks" for worker in candidates)
     return ApiError(
         503,
@@ -84,21 +114,3 @@ def _full(candidates: list[Worker], more: str) -> ApiError:
         code="overloaded",
         retry_after_s=1,
     )
-
-
-def _nobody(shared: RouterContext, tried: Attempts, more: str = "") -> ApiError:
-    failures = tried.of_decode
-    if failures:
-        text = "; ".join(f"decode {failure}" for failure in failures)
-        return ApiError(
-            max(failure.status for failure in failures), f"{text}{more}. Try again, or look at /v1/kvferry",
-            code="worker_failed", retry_after_s=1,
-        )  # fmt: skip
-    reasons = [worker.why_not_now() or f"{worker.name} serves another model" for worker in shared.fleet.decode]
-    reasons += [f"and prefill {failure}" for failure in tried.failures]
-    return ApiError(
-        503,
-        f"no decode worker can serve: {'; '.join(reasons) or 'none is configured'}{more}. "
-        "Start one, or look at /v1/kvferry",
-        code="no_decode_worker", retry_after_s=1,
-    )  # fmt: skip

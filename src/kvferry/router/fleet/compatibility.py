@@ -1,6 +1,7 @@
-"""May a prefill and a decode worker serve a request together? Answered from what both say of themselves.
+"""Decides whether a prefill and a decode worker can serve a request together, from what both say about themselves.
 
-The workers' own handshake remains the judge: what is not told here (a stock vLLM server tells little) is not refused.
+The workers' own handshake has the last word: what a worker does not say here (a stock vLLM server says little) is not
+held against the pair.
 """
 
 import functools
@@ -14,7 +15,7 @@ from kvferry.settings import TransferMode
 from kvferry.web.records import WorkerInfo
 from kvferry.wire.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
-__all__ = ["why_not", "why_not_modes"]
+__all__ = ["mismatch_reason", "mode_mismatch"]
 
 
 class _Protocol(msgspec.Struct, frozen=True):
@@ -22,31 +23,35 @@ class _Protocol(msgspec.Struct, frozen=True):
     newest: int = PROTOCOL_MAX
 
 
-def why_not(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
-    """The reason against the pair; None: it fits."""
+def mismatch_reason(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
+    """Returns the reason why the pair does not fit, or None if it fits."""
     if prefill.kind != decode.kind:
         return (
-            f"{prefill.engine} is a {prefill.kind} server and {decode.engine} a {decode.kind} one: "
+            f"{prefill.engine} is a {prefill.kind} server and {decode.engine} is a {decode.kind} server: "
             "their caches are not known to fit; pair servers of one kind"
         )
-    modes = why_not_modes(prefill.engine, prefill.mode, decode.engine, decode.mode)
+    modes = mode_mismatch(prefill.engine, prefill.mode, decode.engine, decode.mode)
     if modes is not None:
         return modes
     if prefill.kind == "vllm":
-        return _why_not_vllm(prefill, decode)
-    no_version = _why_no_version(prefill.engine, bytes(prefill.protocol), decode.engine, bytes(decode.protocol))
-    return no_version or _by_facts(prefill.engine, bytes(prefill.facts), decode.engine, bytes(decode.facts))
+        return _vllm_mismatch(prefill, decode)
+    protocol = _protocol_mismatch(prefill.engine, bytes(prefill.protocol), decode.engine, bytes(decode.protocol))
+    return protocol or _fact_mismatch(prefill.engine, bytes(prefill.facts), decode.engine, bytes(decode.facts))
 
 
-def why_not_modes(prefill: str, its_mode: TransferMode | None, decode: str, other: TransferMode | None) -> str | None:
-    """R13: push never pairs with pull. One that is not known yet is not held against a pair."""
-    if its_mode is None or other is None or its_mode is other:
+def mode_mismatch(
+    prefill: str, prefill_mode: TransferMode | None, decode: str, decode_mode: TransferMode | None
+) -> str | None:
+    """Returns the reason if one worker pushes and the other pulls. An unknown mode is not held against the pair."""
+    if prefill_mode is None or decode_mode is None or prefill_mode is decode_mode:
         return None
-    return f"transfer mode: {prefill}={its_mode!s} {decode}={other!s}; start both with the same --transfer-mode"
+    return (
+        f"transfer mode: {prefill}={prefill_mode!s} {decode}={decode_mode!s}; start both with the same --transfer-mode"
+    )
 
 
-def _why_not_vllm(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
-    """Its NIXL connector's digest has the version in it: unequal ones refuse each other."""
+def _vllm_mismatch(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
+    """vLLM's NIXL connector compares digests that include the version, so unequal versions refuse each other."""
     if prefill.version != decode.version:
         return (
             f"vLLM version: {prefill.engine}={prefill.version!r} {decode.engine}={decode.version!r}; "
@@ -58,12 +63,12 @@ def _why_not_vllm(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _why_no_version(prefill: str, ours: bytes, decode: str, theirs: bytes) -> str | None:
-    """R11: no protocol version that both speak."""
+def _protocol_mismatch(prefill: str, prefill_raw: bytes, decode: str, decode_raw: bytes) -> str | None:
+    """Returns the reason if there is no protocol version that both speak."""
     try:
-        a, b = (msgspec.json.decode(raw, type=_Protocol | None) or _Protocol() for raw in (ours, theirs))
+        a, b = (msgspec.json.decode(raw, type=_Protocol | None) or _Protocol() for raw in (prefill_raw, decode_raw))
     except msgspec.MsgspecError as error:
-        return f"the protocol versions that they tell are malformed: {error}"
+        return f"the protocol versions that they report are malformed: {error}"
     if min(a.newest, b.newest) >= max(a.oldest, b.oldest):
         return None
     return (
@@ -73,13 +78,14 @@ def _why_no_version(prefill: str, ours: bytes, decode: str, theirs: bytes) -> st
 
 
 @functools.lru_cache(maxsize=4096)
-def _by_facts(prefill: str, prefill_facts: bytes, decode: str, decode_facts: bytes) -> str | None:
-    """Cached: asked for every request, and facts change only when a worker restarts."""
+def _fact_mismatch(prefill: str, prefill_raw: bytes, decode: str, decode_raw: bytes) -> str | None:
+    """Returns the refusal of the compatibility verdict, if it is one. Cached, because it is needed for every request
+    and facts change only when a worker restarts."""
     try:
-        ours, theirs = (msgspec.json.decode(raw) for raw in (prefill_facts, decode_facts))
+        ours, theirs = (msgspec.json.decode(raw) for raw in (prefill_raw, decode_raw))
         if not ours or not theirs:
             return None
         answer = verdict(Facts.from_json(ours), Facts.from_json(theirs))
     except MalformedMessage as error:
-        return f"the facts that they tell are malformed: {error}"
+        return f"the facts that they report are malformed: {error}"
     return answer.refusal(prefill, decode) if answer.refused else None

@@ -1,10 +1,10 @@
-"""Workers that come and go: a file that is watched, and registrations with a lease.
+"""Workers that come and go: a fleet file that is watched, and registrations with a lease.
 
-A file names the workers of now: one that is no longer in it leaves the fleet. A file that cannot be read, or says
-nothing sensible, changes nothing, and is told in the log.
+The file names the current workers: one that is no longer in it leaves the fleet. A file that cannot be read or makes no
+sense changes nothing, and the log says so.
 
-A worker that registers says so again before its lease ends, or it is forgotten. A lease counts on the router's own
-clock from when the registration arrived.
+A worker that registers has to register again before its lease ends, or it is forgotten. A lease runs on the router's
+own clock from when the registration arrived.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 class _FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """{"prefill": ["http://..."], "decode": ["http://..."]}"""
+    """The content of a fleet file: {"prefill": ["http://..."], "decode": ["http://..."]}."""
 
     prefill: list[str] = []
     decode: list[str] = []
 
 
 class FleetFile:
-    """Keeps a fleet as a file says."""
+    """Keeps a fleet in line with a file."""
 
     def __init__(self, path: str, fleet: Fleet) -> None:
         self._path = Path(path)
@@ -46,12 +46,12 @@ class FleetFile:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read it once, then watch it. Raises ConfigError if it cannot be read at the start."""
+        """Reads the file, then watches it. Raises ConfigError if it cannot be read at the start."""
         self._apply(self._read())
         self._task = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Watch no more."""
+        """Stops watching."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -62,7 +62,7 @@ class FleetFile:
             self.look()
 
     def look(self) -> None:
-        """Read it again if it has changed. Never raises."""
+        """Reads the file again if it has changed. Never raises."""
         try:
             stat = self._path.stat()
             if (stat.st_mtime_ns, stat.st_size) == self._seen:
@@ -100,26 +100,26 @@ class FleetFile:
         wanted = {(url.rstrip("/"), Role.PREFILL) for url in body.prefill}
         wanted |= {(url.rstrip("/"), Role.DECODE) for url in body.decode}
         for url, _ in sorted(wanted):
-            check_url(url)  # all of them before any: a file that makes no sense changes nothing
+            check_url(url)  # all of them first: a file that makes no sense changes nothing
         for url, role in sorted(wanted):
             self._fleet.add(url, role, Source.FILE)
         for worker in self._fleet.workers:
-            if worker.source is Source.FILE and (worker.url, worker.wanted) not in wanted:
+            if worker.source is Source.FILE and (worker.url, worker.assigned_role) not in wanted:
                 self._fleet.remove(worker, "it is no longer in the fleet file")
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/kvferry/register, from a worker."""
+    """The body of POST /v1/kvferry/register, which a worker sends."""
 
     url: str
-    """Where the router, and decode, reach it."""
+    """The address at which the router and decode workers reach it."""
     role: Role
     leaving: bool = False
-    """It ends: forget it now."""
+    """True if the worker ends and is to be forgotten now."""
 
 
 class Registrations:
-    """Workers that registered themselves, with their leases."""
+    """The workers that registered themselves, and their leases."""
 
     def __init__(self, fleet: Fleet, settings: RouterSettings) -> None:
         self._fleet = fleet
@@ -128,40 +128,41 @@ class Registrations:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin to end leases."""
+        """Starts the task that ends leases."""
         self._task = asyncio.create_task(self._end_leases())
 
     async def stop(self) -> None:
-        """End none any more."""
+        """Stops that task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def take(self, told: Registration, now_s: float) -> float:
-        """Know this worker for one lease more; returns its length in seconds. Raises ApiError 400 or 503."""
-        roles = [Role.PREFILL, Role.DECODE] if told.role is Role.BOTH else [told.role]
-        if told.leaving:
-            for worker in [w for w in self._until_s if w.url == told.url.rstrip("/") and w.wanted in roles]:
+    def take(self, registration: Registration, now_s: float) -> float:
+        """Adds the worker, or renews its lease. Returns the lease in seconds. Raises ApiError 400 or 503."""
+        url = registration.url.rstrip("/")
+        roles = [Role.PREFILL, Role.DECODE] if registration.role is Role.BOTH else [registration.role]
+        if registration.leaving:
+            for worker in [w for w in self._until_s if w.url == url and w.assigned_role in roles]:
                 self._forget(worker, "it said that it ends")
             return 0.0
         for role in roles:
-            known = self._fleet.find(told.url, role)
+            known = self._fleet.find(url, role)
             if known is not None and known.source is not Source.REGISTERED:
-                continue  # the operator's word stands, without a lease
+                continue  # the operator added it: it stays without a lease
             if known is None and len(self._until_s) >= self._settings.max_registered:
                 raise ApiError(
                     503, f"{len(self._until_s)} workers are registered, and no more are taken: raise --max-registered",
                     code="too_many_workers",
                 )  # fmt: skip
             try:
-                worker = self._fleet.add(told.url, role, Source.REGISTERED)
+                worker = self._fleet.add(url, role, Source.REGISTERED)
             except ConfigError as error:
                 raise ApiError(400, str(error), param="url") from error
             self._until_s[worker] = now_s + self._settings.registration_lease_s
         return self._settings.registration_lease_s
 
     def end_leases(self, now_s: float) -> None:
-        """Forget those that have not registered again in time."""
+        """Forgets the workers that have not registered again in time."""
         for worker in [worker for worker, until_s in self._until_s.items() if until_s <= now_s]:
             self._forget(worker, "it has not registered again in time")
 

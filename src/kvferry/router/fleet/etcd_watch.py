@@ -1,7 +1,7 @@
-"""Keeps a fleet as etcd says: workers that put their key come, those whose lease ends or who take it away leave.
+"""Keeps a fleet in line with etcd: a worker is in the fleet as long as its key is there.
 
-While etcd does not answer the fleet stays as it is: a router that has workers does not need etcd to serve. Whoever can
-write there decides where prompts go, as whoever can write the fleet file.
+While etcd does not answer, the fleet stays as it is: a router that has workers does not need etcd to serve. Anyone who
+can write there decides where prompts go, like anyone who can write the fleet file.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 
 
 class EtcdFleet:
-    """One a router. On the event loop."""
+    """Follows the keys below a prefix. There is at most one per router; it runs on the event loop."""
 
     def __init__(self, url: str, fleet: Fleet, settings: RouterSettings, prefix: str = DEFAULT_PREFIX) -> None:
         self._url = url
@@ -38,8 +38,9 @@ class EtcdFleet:
         self._ignored: set[str] = set()
 
     async def start(self) -> None:
-        """Read all once, then follow it. Where etcd does not answer yet, it is tried again; nothing waits for it."""
-        self._session = aiohttp.ClientSession()  # of its own: the router's has the key of the workers
+        """Reads all keys, then follows their changes. If etcd does not answer yet, the reading is repeated later, and
+        nothing waits for it."""
+        self._session = aiohttp.ClientSession()  # not the router's, which sends the workers' key
         etcd = Etcd(self._session, self._url)
         try:
             self._apply((await etcd.read(self._prefix))[0])
@@ -48,7 +49,7 @@ class EtcdFleet:
         self._task = asyncio.create_task(self._follow(etcd))
 
     async def stop(self) -> None:
-        """Follow it no more."""
+        """Stops following."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -56,18 +57,18 @@ class EtcdFleet:
             await self._session.close()
 
     async def _follow(self, etcd: Etcd) -> None:
-        pause_s, told = _FIRST_PAUSE_S, ""
+        pause_s, logged = _FIRST_PAUSE_S, ""
         while True:
             try:
                 found, revision = await etcd.read(self._prefix)
                 self._apply(found)
-                pause_s, told = _FIRST_PAUSE_S, ""
+                pause_s, logged = _FIRST_PAUSE_S, ""
                 async for _ in etcd.changes(self._prefix, revision + 1):
                     self._apply((await etcd.read(self._prefix))[0])
             except EtcdFailed as error:
-                if str(error) != told:
+                if str(error) != logged:
                     logger.warning("etcd is lost, the fleet stays as it is cause=%s", error)
-                told = str(error)
+                logged = str(error)
             await asyncio.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -87,5 +88,5 @@ class EtcdFleet:
             wanted.add((url.rstrip("/"), role))
         self._ignored &= set(found)
         for worker in self._fleet.workers:
-            if worker.source is Source.ETCD and (worker.url, worker.wanted) not in wanted:
+            if worker.source is Source.ETCD and (worker.url, worker.assigned_role) not in wanted:
                 self._fleet.remove(worker, "its key in etcd is gone")

@@ -1,9 +1,12 @@
-"""Which of several workers that could serve a request does.
+"""Policies that choose one of the workers that could serve a request.
 
-round_robin     in turn.
-least_loaded    the fewest open requests: the router's own, and what the worker says of others'. Ties go round.
-power_of_two    the less loaded of two that were drawn: nearly as even, and many routers do not all run to the same one.
-prefix_aware    the least work: prompt tokens that are not in the worker's cache, as it told, plus what waits before.
+round_robin     Each worker in turn.
+least_loaded    The worker with the fewest open requests: this router's, and others' as the worker reports them. Ties
+                are broken in turn.
+power_of_two    The less loaded of two workers drawn at random. It is nearly as even, and several routers do not all
+                choose the same worker.
+prefix_aware    The worker with the least work: prompt tokens that are not in its cache, as it reports it, plus what
+                already waits there.
 """
 
 import itertools
@@ -14,27 +17,28 @@ from typing import Protocol
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.settings import PolicyName
 
-__all__ = ["Policy", "Wanted", "make_policy"]
+__all__ = ["Policy", "PromptEstimate", "make_policy"]
 
 
-class Wanted(Protocol):
-    """What a request asks of a worker."""
+class PromptEstimate(Protocol):
+    """An estimate of how long a prompt is, and how much of it a worker has cached."""
 
     @property
     def num_tokens(self) -> int:
-        """About so many prompt tokens."""
+        """The approximate number of prompt tokens."""
         ...
 
     def num_cached(self, worker: Worker) -> int:
-        """About so many of them are in its cache."""
+        """Returns about how many of them are in the worker's cache."""
         ...
 
 
 class Policy(Protocol):
-    """One a role."""
+    """Chooses workers of one role."""
 
-    def choose(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
-        """One of them; there is at least one. Called on the event loop, once an attempt; must not block."""
+    def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
+        """Returns one of `candidates`, of which there is at least one. Called on the event loop, once per attempt; must
+        not block."""
         ...
 
 
@@ -42,7 +46,7 @@ class _RoundRobin:
     def __init__(self) -> None:
         self._picks = itertools.count(1)
 
-    def choose(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
+    def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
         return self._picked(min(candidates, key=lambda worker: worker.last_pick))
 
     def _picked(self, worker: Worker) -> Worker:
@@ -51,7 +55,7 @@ class _RoundRobin:
 
 
 class _LeastLoaded(_RoundRobin):
-    def choose(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
+    def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
         return self._picked(min(candidates, key=lambda worker: (worker.load, worker.last_pick)))
 
 
@@ -60,14 +64,14 @@ class _PowerOfTwo(_RoundRobin):
         super().__init__()
         self._draw = draw
 
-    def choose(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
+    def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
         two = self._draw(candidates, min(2, len(candidates)))
         return self._picked(min(two, key=lambda worker: (worker.load, worker.last_pick)))
 
 
 class _PrefixAware(_RoundRobin):
-    """Work is counted in prompt tokens. A request that waits there counts as an average prompt, so that a popular
-    prefix does not put all its requests on one worker."""
+    """Work is counted in prompt tokens. Each open request counts as an average prompt, so that a popular prefix does
+    not put all its requests on one worker."""
 
     _ALPHA = 0.05
 
@@ -75,18 +79,18 @@ class _PrefixAware(_RoundRobin):
         super().__init__()
         self._mean_tokens = 256.0
 
-    def choose(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
-        self._mean_tokens += self._ALPHA * (wanted.num_tokens - self._mean_tokens)
+    def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
+        self._mean_tokens += self._ALPHA * (prompt.num_tokens - self._mean_tokens)
 
         def work(worker: Worker) -> tuple[float, int]:
-            uncached = wanted.num_tokens - wanted.num_cached(worker)
+            uncached = prompt.num_tokens - prompt.num_cached(worker)
             return uncached + worker.load * self._mean_tokens, worker.last_pick
 
         return self._picked(min(candidates, key=work))
 
 
 def make_policy(name: PolicyName, rng: random.Random | None = None) -> Policy:
-    """A new one; a role has its own."""
+    """Returns a new policy. Each role needs its own."""
     if name is PolicyName.ROUND_ROBIN:
         return _RoundRobin()
     if name is PolicyName.POWER_OF_TWO:

@@ -1,13 +1,13 @@
-"""Which blocks of a prompt a worker has, without a tokenizer in the router.
+"""Estimates which blocks of a prompt a worker has cached, without a tokenizer in the router.
 
-Workers cut prompts into blocks of tokens and tell the hashes of those that they have cached (GET /v1/kvferry/blocks).
-The router sees text. It cuts a prompt's bytes, as they came, into pieces, and chains their hashes. When prefill has
-computed a prompt it tells the hashes of that prompt's blocks; the router notes them under each of the prompt's pieces.
-A later prompt that begins with the same bytes finds, under its deepest known piece, the block hashes of the part that
-both share, and counts how many of them each worker says that it has.
+Workers cut prompts into blocks of tokens and report the hashes of the blocks that they have cached (GET
+/v1/kvferry/blocks). The router sees text. It cuts a prompt's bytes, as they came, into pieces and chains their hashes.
+After prefill has computed a prompt, it reports the hashes of that prompt's blocks, and the router notes them under each
+of the prompt's pieces. A later prompt that begins with the same bytes finds, under its last known piece, the block
+hashes of the part that both share; the router counts how many of them each worker has.
 
-How many blocks a piece reaches is taken in proportion (bytes to tokens), so a count may be one block off. That can only
-cost a better choice: what is cached is for the worker to find out, by tokens.
+The number of blocks that a piece reaches is proportional to its bytes, so a count may be one block off. An error only
+makes the choice worse, never an answer wrong: the worker itself looks up what is cached, by tokens.
 """
 
 import hashlib
@@ -20,30 +20,30 @@ from kvferry.router.fleet.worker import Worker
 __all__ = ["HASH_BYTES", "Prefixes", "Prompt", "unpack_hashes"]
 
 HASH_BYTES = 8
-"""Of a block's hash, as workers tell it: enough to choose by."""
+"""The number of bytes of a block's hash that workers report: enough to choose a worker by."""
 _PIECE_BYTES = 128
 _MAX_PIECES = 2048
 _DOMAIN = b"kvferry prompt piece 1"
 
 
 def unpack_hashes(raw: bytes) -> list[bytes]:
-    """Hashes as workers send them, back to back. A rest that is no whole hash is left out."""
+    """Splits hashes that a worker sent back to back. A remainder shorter than a hash is left out."""
     return [raw[i : i + HASH_BYTES] for i in range(0, len(raw) - HASH_BYTES + 1, HASH_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What prefill said of a prompt that had this piece."""
+    """What prefill reported about a prompt that had this piece."""
 
     hashes: tuple[bytes, ...]
-    """Of the whole prompt: one tuple for all of its pieces."""
+    """The hashes of the whole prompt's blocks; all of its pieces share the tuple."""
     count: int
-    """Blocks that lie within this piece and those before it."""
+    """The number of blocks that lie within this piece and the pieces before it."""
     block_tokens: int
 
 
 class Prompt:
-    """One request's prompt: how long it is, about, and which of its blocks are known. A `Wanted` of the policies."""
+    """One request's prompt: its approximate length, and the known hashes of its blocks. It is a `PromptEstimate`."""
 
     __slots__ = ("_block_tokens", "_hashes", "num_tokens", "pieces")
 
@@ -54,7 +54,7 @@ class Prompt:
         self._block_tokens = known.block_tokens if known is not None else 0
 
     def num_cached(self, worker: Worker) -> int:
-        """About so many of its tokens are in that worker's cache."""
+        """Returns about how many of its tokens are in that worker's cache."""
         have, count = worker.cached.blocks, 0
         for key in self._hashes:
             if key not in have:
@@ -64,7 +64,7 @@ class Prompt:
 
 
 class Prefixes:
-    """What is known of prompts. One a router; on the event loop. Memory is bounded by `max_pieces`."""
+    """What one router knows about prompts. It is used on the event loop, and `max_pieces` bounds its memory."""
 
     def __init__(self, *, max_pieces: int = 100_000) -> None:
         self._max_pieces = max_pieces
@@ -72,7 +72,8 @@ class Prefixes:
         self._bytes_per_token = 4.0
 
     def prompt(self, raw: bytes, num_ids: int | None, *, with_pieces: bool) -> Prompt:
-        """`raw`: the prompt's bytes as they came; `num_ids`: its tokens, where the client counted them."""
+        """Returns the estimate for a prompt. `raw` is its bytes as they came; `num_ids` is the number of its tokens if
+        the client sent token ids."""
         num_tokens = num_ids if num_ids is not None else int(len(raw) / self._bytes_per_token) + 1
         if not with_pieces:
             return Prompt(num_tokens, (), None)
@@ -86,12 +87,13 @@ class Prefixes:
         return Prompt(num_tokens, pieces, known)
 
     def learn_length(self, raw: bytes, num_ids: int | None, num_tokens: int) -> None:
-        """A prompt of text had so many tokens."""
+        """Notes that a prompt had `num_tokens` tokens; only text teaches anything about bytes per token."""
         if num_ids is None and num_tokens > 0:
             self._bytes_per_token += 0.1 * (max(0.25, len(raw) / num_tokens) - self._bytes_per_token)
 
     def learn(self, prompt: Prompt, hashes: Sequence[bytes], num_tokens: int, block_tokens: int, size: int) -> None:
-        """Prefill computed this prompt of `size` bytes and `num_tokens` tokens; these are its whole blocks."""
+        """Notes the hashes of the whole blocks of a prompt that prefill has computed: `size` bytes and `num_tokens`
+        tokens."""
         if not hashes or not num_tokens or not block_tokens:
             return
         all_hashes = tuple(hashes)

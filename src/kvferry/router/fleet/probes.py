@@ -1,8 +1,9 @@
-"""What a worker is, asked over HTTP: one of ours, or a stock vLLM server.
+"""Asks a worker over HTTP what it is: one of kvferry's own, or a stock vLLM server.
 
-Ours say everything at GET /v1/kvferry. A vLLM server has no such path (404): GET /version says what it is, /v1/models
-which model it serves, /metrics how full it is. Nothing there tells whether its connector pulls or pushes, nor where its
-side channel is: that is learned from the parameters that it returns as prefill, and until then the mode is unknown.
+kvferry's workers say everything at GET /v1/kvferry. A vLLM server has no such path (404): GET /version says what it is,
+/v1/models which model it serves, and /metrics how full it is. No endpoint says whether its connector pulls or pushes,
+or where its side channel is. The router learns that from the parameters that the server returns as prefill; until then
+the mode is unknown.
 """
 
 import re
@@ -23,7 +24,7 @@ _MAX_METRICS_BYTES = 4 << 20
 
 
 class NotAWorker(PeerError):
-    """It answers, and not as a worker does. The text says how."""
+    """What answers is not a worker. The text says what it answered."""
 
 
 class _Version(msgspec.Struct, frozen=True):
@@ -40,38 +41,38 @@ class _Models(msgspec.Struct, frozen=True):
 
 
 async def ask_what_it_is(session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout) -> WorkerInfo:
-    """The record. Raises NotAWorker, TimeoutError, or an error of aiohttp or the system."""
+    """Returns the worker's record. Raises NotAWorker, TimeoutError, or an error of aiohttp or the system."""
     if worker.info is not None and worker.info.kind == "vllm" and worker.down is None:
         return await _ask_vllm(session, worker, timeout)
     status, body = await _get(session, f"{worker.url}/v1/kvferry", timeout)
     if status == 404:
         return await _ask_vllm(session, worker, timeout)
     if status in (401, 403):
-        raise NotAWorker(f"GET /v1/kvferry answered {status}: it wants a key, give it with --worker-key-file")
+        raise NotAWorker(f"GET /v1/kvferry answered {status}: it wants a key; give it with --worker-key-file")
     if status != 200:
         raise NotAWorker(f"GET /v1/kvferry answered {status}: is it a kvferry worker?")
     try:
         return msgspec.json.decode(body, type=WorkerInfo)
     except msgspec.MsgspecError as error:
-        raise NotAWorker(f"GET /v1/kvferry is not what a worker of this version says: {error}") from error
+        raise NotAWorker(f"GET /v1/kvferry did not return what a worker of this version does: {error}") from error
 
 
 async def _ask_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout) -> WorkerInfo:
     known = worker.info if worker.down is None else None
     if known is None or known.kind != "vllm":
-        known = await _meet_vllm(session, worker, timeout)
+        known = await _identify_vllm(session, worker, timeout)
     status, body = await _get(session, f"{worker.url}/metrics", timeout)
     if status != 200:
         status, _ = await _get(session, f"{worker.url}/health", timeout)
         if status != 200:
             raise NotAWorker(f"GET /health answered {status}")
         return known
-    told = metrics_of_vllm(body)
-    incarnation = told.pop("started", known.incarnation)
+    numbers = metrics_of_vllm(body)
+    incarnation = numbers.pop("started", known.incarnation)
     limits = msgspec.structs.replace(
-        known.limits, block_tokens=int(told.get("block_size", 0)), blocks=int(told.get("num_gpu_blocks", 0))
+        known.limits, block_tokens=int(numbers.get("block_size", 0)), blocks=int(numbers.get("num_gpu_blocks", 0))
     )
-    used, running, waiting = (told.get(name, 0.0) for name in ("usage", "running", "waiting"))
+    used, running, waiting = (numbers.get(name, 0.0) for name in ("usage", "running", "waiting"))
     free = int(limits.blocks * max(0.0, 1.0 - float(used)))
     return msgspec.structs.replace(
         known,
@@ -82,7 +83,7 @@ async def _ask_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: aio
     )
 
 
-async def _meet_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout) -> WorkerInfo:
+async def _identify_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout) -> WorkerInfo:
     status, body = await _get(session, f"{worker.url}/version", timeout)
     if status != 200:
         raise NotAWorker(
@@ -93,12 +94,12 @@ async def _meet_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: ai
         version = msgspec.json.decode(body, type=_Version).version
         served = msgspec.json.decode(models, type=_Models).data
     except msgspec.MsgspecError as error:
-        raise NotAWorker(f"GET /version or /v1/models is not what a vLLM server says: {error}") from error
+        raise NotAWorker(f"GET /version or /v1/models did not return what a vLLM server does: {error}") from error
     first = served[0] if served else _Model("")
     return WorkerInfo(
         engine=f"vllm@{urlsplit(worker.url).netloc}",
         incarnation="",
-        role=worker.wanted,
+        role=worker.assigned_role,
         kind="vllm",
         version=version,
         model=first.id,
@@ -114,18 +115,19 @@ async def _get(session: aiohttp.ClientSession, url: str, timeout: aiohttp.Client
 
 
 def metrics_of_vllm(text: bytes) -> dict[str, float | str]:
-    """`usage` (0 to 1), `running`, `waiting`, `num_gpu_blocks`, `block_size`, `started`; those that are there."""
+    """Returns those that are present of `usage` (0 to 1), `running`, `waiting`, `num_gpu_blocks`, `block_size` and
+    `started`."""
     names = {
         b"vllm:kv_cache_usage_perc": "usage",
         b"vllm:num_requests_running": "running",
         b"vllm:num_requests_waiting": "waiting",
     }
-    told: dict[str, float | str] = {}
+    numbers: dict[str, float | str] = {}
     for name, labels, value in _NUMBER.findall(text):
         if name in names and value != b"NaN":
-            told[names[name]] = float(value) + (float(told.get(names[name], 0.0)) if name != b"usage" else 0.0)
+            numbers[names[name]] = float(value) + (float(numbers.get(names[name], 0.0)) if name != b"usage" else 0.0)
         elif name == b"process_start_time_seconds":
-            told["started"] = value.decode()
+            numbers["started"] = value.decode()
         elif name == b"vllm:cache_config_info":
-            told |= {label.decode(): float(number) for label, number in _LABEL.findall(labels)}
-    return told
+            numbers |= {label.decode(): float(number) for label, number in _LABEL.findall(labels)}
+    return numbers

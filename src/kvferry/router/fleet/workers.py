@@ -1,12 +1,13 @@
-"""The fleet: who is in it, how each worker is, which pairs fit, and who serves a request.
+"""The fleet: which workers are in it, how each of them is, which pairs fit, and which worker serves a request.
 
-Workers come and go: by flag, by file, by registration (discovery). A worker that leaves gets nothing new; what is open
-there goes on.
+Workers come and go by flag, by file, by registration and by etcd (see `discovery` and `etcd_watch`). A worker that
+leaves gets no new requests; its open requests go on.
 
-A worker is silent from the first health check that got no answer at all (any answer, or a refused connection, ends
-that: where a process ended, its open connections end as well). Each further check that gets none, once it has been
-silent for `hung_after_s`, ends the waits for it that have lasted as long: a stopped process, a lost network. The checks
-decide, not a timer, so a router that stood still itself asks again before it gives up.
+A worker is silent from the first health check that gets no answer at all. Any answer ends the silence, and so does a
+refused connection: if the process has ended, its open connections have ended with it. Once a worker has been silent for
+`hung_after_s`, each further check without an answer ends the waits for the worker that have lasted at least as long:
+its process was stopped, or the network is lost. The checks decide, not a timer, so a router that was itself suspended
+asks again before it gives up.
 """
 
 import asyncio
@@ -22,38 +23,38 @@ import msgspec
 
 from kvferry.errors import ConfigError
 from kvferry.router.fleet.pair_records import Pairs
-from kvferry.router.fleet.policies import Wanted, make_policy
+from kvferry.router.fleet.policies import PromptEstimate, make_policy
 from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is
-from kvferry.router.fleet.worker import Cached, Source, Wait, Worker
+from kvferry.router.fleet.worker import Cached, Source, Worker
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.settings import Role
 from kvferry.web.records import WorkerInfo
 
-__all__ = ["Fleet", "Wait", "Worker", "check_url", "reason_of"]
+__all__ = ["Fleet", "check_url", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
-
-_NOBODY_THERE = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
-"""The host answers nothing. Others, as a refused connection or a name that is not found, say nothing of the worker."""
+_HOST_IS_SILENT = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
+"""Errors that mean that the host does not answer at all. Other errors, such as a refused connection or an unknown name,
+are an answer."""
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError for what is no address of a worker."""
+    """Raises ConfigError if `url` is not the address of a worker."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
     try:
         host, _ = urlsplit(url).hostname, urlsplit(url).port
         (host or "").encode("idna")  # as the resolver does, which would raise this UnicodeError in the health check
     except ValueError as error:
-        raise ConfigError(f"worker address {url!r} is none: {error}. Give http://HOST:PORT") from error
+        raise ConfigError(f"worker address {url!r} is not valid: {error}. Give http://HOST:PORT") from error
     if not host:
         raise ConfigError(f"worker address {url!r} names no host: give http://HOST:PORT")
 
 
 class Fleet:
-    """All workers; asks each in turn how it is. Everything runs on the event loop."""
+    """All workers of a router. It asks each of them regularly how it is. Everything runs on the event loop."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], settings: RouterSettings) -> None:
         self._settings = settings
@@ -71,24 +72,24 @@ class Fleet:
         self._asking: dict[Worker, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._decode_left_s = -math.inf
-        """When a decode worker that was well left the fleet: as one that registers does before it restarts."""
+        """When a usable decode worker last left the fleet, as a registered one does before it restarts (monotonic)."""
         self.on_up: list[Callable[[Worker], None]] = []
-        """Called when a worker is up for the first time, again, or as a new process. Must not block."""
+        """Callbacks for a worker that is up: for the first time, again, or as a new process. They must not block."""
         self.on_gone: list[Callable[[Worker], None]] = []
-        """Called when a worker leaves the fleet. Must not block."""
+        """Callbacks for a worker that leaves the fleet. They must not block."""
 
     @property
     def workers(self) -> list[Worker]:
-        """Prefill, then decode."""
+        """All workers: prefill first, then decode."""
         return [*self.prefill, *self.decode]
 
     @property
     def wants_pieces(self) -> bool:
-        """Prompts are compared with what workers have cached."""
+        """True if prompts are compared with what workers have cached."""
         return self._wants_blocks
 
     async def start(self, session: aiohttp.ClientSession) -> None:
-        """Ask everyone once, then keep asking until `stop`."""
+        """Asks every worker once, then keeps asking until `stop`."""
         self._session = session
         await asyncio.gather(*(self.ask(session, worker) for worker in self.workers))
         for worker in self.workers:
@@ -96,21 +97,22 @@ class Fleet:
                 self._tasks[worker] = asyncio.create_task(self._keep_asking(session, worker, at_once=False))
 
     async def stop(self) -> None:
-        """Ask no more."""
+        """Stops asking."""
         tasks, self._tasks = [*self._tasks.values(), *self._asking.values()], {}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # ---- who is in it ----
+    # ---- membership ----
 
     def find(self, url: str, role: Role) -> Worker | None:
-        """The worker of this address in this role."""
+        """Returns the worker of this address in this role, if it is in the fleet."""
         own = self.prefill if role is Role.PREFILL else self.decode
         return next((worker for worker in own if worker.url == url.rstrip("/")), None)
 
     def add(self, url: str, role: Role, source: Source) -> Worker:
-        """Known from now on; the same worker if it is already. Raises ConfigError for an address that is none."""
+        """Adds a worker and returns it; one that is in the fleet already stays as it is. Raises ConfigError if `url` is
+        not the address of a worker."""
         known = self.find(url, role)
         if known is not None:
             return known
@@ -123,9 +125,9 @@ class Fleet:
         return worker
 
     def remove(self, worker: Worker, reason: str) -> None:
-        """Nothing new goes there; what is open goes on."""
+        """Removes a worker. It gets no new requests; its open requests go on."""
         worker.gone = True
-        if worker.wanted is Role.DECODE and worker.why_unusable is None:
+        if worker.assigned_role is Role.DECODE and worker.unusable_reason is None:
             self._decode_left_s = time.monotonic()
         for own in (self.prefill, self.decode):
             if worker in own:
@@ -135,11 +137,11 @@ class Fleet:
         if task is not None:
             task.cancel()
         logger.info("worker removed url=%s cause=%s", worker.url, reason)
-        for told in self.on_gone:
-            told(worker)
+        for callback in self.on_gone:
+            callback(worker)
         self.notify()
 
-    # ---- how it is ----
+    # ---- health ----
 
     async def _keep_asking(self, session: aiohttp.ClientSession, worker: Worker, *, at_once: bool) -> None:
         if at_once:
@@ -149,7 +151,7 @@ class Fleet:
             await self.ask(session, worker)
 
     async def ask(self, session: aiohttp.ClientSession, worker: Worker) -> None:
-        """Learn what a worker says of itself. Never raises: a failure is the worker's state."""
+        """Asks a worker what it is and how it is. Never raises: a failure becomes the worker's state."""
         timeout = aiohttp.ClientTimeout(
             total=self._settings.health_timeout_s, sock_connect=self._settings.connect_timeout_s
         )
@@ -166,9 +168,9 @@ class Fleet:
             silent = True
             self.mark_down(worker, f"no answer to GET /v1/kvferry in {self._settings.health_timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            silent = isinstance(error, OSError) and error.errno in _NOBODY_THERE
+            silent = isinstance(error, OSError) and error.errno in _HOST_IS_SILENT
             self.mark_down(worker, reason_of(error))
-        except (ValueError, OverflowError, RecursionError) as error:  # whatever it sends, it is asked again
+        except (ValueError, OverflowError, RecursionError) as error:  # whatever it sends, it will be asked again
             self.mark_down(worker, f"its answer cannot be read: {reason_of(error)}")
         self._note_silence(worker, silent)
         self.notify()
@@ -176,7 +178,7 @@ class Fleet:
     async def _ask_blocks(
         self, session: aiohttp.ClientSession, worker: Worker, info: WorkerInfo, timeout: aiohttp.ClientTimeout
     ) -> Cached:
-        assert info.cache is not None, "asked only of workers that tell their blocks"
+        assert info.cache is not None, "only workers that report their blocks are asked for them"
         async with session.get(f"{worker.url}/v1/kvferry/blocks", timeout=timeout) as response:
             body = await response.read()
             if response.status != 200:
@@ -184,7 +186,7 @@ class Fleet:
         return Cached(info.cache.version, frozenset(unpack_hashes(body)))
 
     def _note_silence(self, worker: Worker, silent: bool) -> None:
-        """A health check has ended, with no answer at all if `silent`."""
+        """Notes the end of a health check; `silent` means that there was no answer at all."""
         now_s = asyncio.get_running_loop().time()
         if not silent:
             worker.silent_since_s = None
@@ -210,36 +212,37 @@ class Fleet:
             worker.breaker.succeeded()
         if known is not None and info.kind == "vllm" and worker.learned is not None:
             info = msgspec.structs.replace(info, engine=worker.learned.engine or info.engine)
-        was_usable = worker.why_unusable is None
+        was_usable = worker.unusable_reason is None
         worker.info, worker.down = info, None
-        if was_usable and worker.why_unusable is not None:
+        if was_usable and worker.unusable_reason is not None:
             worker.lost_s = time.monotonic()
         if came:
             worker.up_s = time.monotonic()
-            for told in self.on_up:
-                told(worker)
+            for callback in self.on_up:
+                callback(worker)
 
     def mark_down(self, worker: Worker, reason: str) -> None:
-        """It is not used until it answers again."""
-        if worker.why_unusable is None:
+        """Marks a worker as down: it is not used until it answers again."""
+        if worker.unusable_reason is None:
             worker.lost_s = time.monotonic()
         if worker.down is None:
             logger.warning("worker down peer=%s url=%s cause=%s", worker.name, worker.url, reason)
         worker.down = reason
 
     def ask_soon(self, worker: Worker) -> None:
-        """Something ended there, and a request waits for room: do not wait for the next turn. At most one at a time."""
+        """Asks a worker now rather than in its next turn: something has ended there, and a request waits for room. At
+        most one such question per worker is open."""
         if self._session is not None and worker in self._tasks and worker not in self._asking:
             self._asking[worker] = task = asyncio.create_task(self.ask(self._session, worker))
             task.add_done_callback(lambda _: self._asking.pop(worker, None))
 
     def notify(self) -> None:
-        """Something changed for which a request may wait: room, a worker."""
+        """Wakes every `wait_change`: room has been freed, or a worker has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_change(self, timeout_s: float) -> bool:
-        """Wait until something changes. False: nothing did in that time."""
+        """Waits until something changes. Returns False if nothing did within `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -247,18 +250,22 @@ class Fleet:
             return False
         return True
 
-    # ---- who serves ----
+    # ---- choosing workers ----
 
     def last_lost_s(self, model: str | None) -> float:
-        """When the last decode worker that served `model` ceased to be usable; minus infinity: there never was one."""
+        """Returns when the last decode worker that served `model` ceased to be usable (monotonic), or minus infinity if
+        there never was one."""
         served = self.serving(model, list(self.decode), self.decode)
         return max([self._decode_left_s, *(worker.lost_s for worker in served)])
 
     def decode_candidates(self, tried: Container[Worker]) -> list[Worker]:
-        """Those that were not tried and may serve. With nobody else left, a try is better than a refusal: then also
-        those whose breaker is open, and those that only have not answered their latest health checks in time."""
+        """Returns the decode workers that were not tried and may serve.
+
+        A try is better than a refusal. So if there is no other, these are workers whose breaker is open, or else
+        workers whose only fault is that they have not answered their latest health checks in time.
+        """
         left = [worker for worker in self.decode if worker not in tried]
-        usable = [worker for worker in left if worker.why_unusable is None]
+        usable = [worker for worker in left if worker.unusable_reason is None]
         now_s = time.monotonic()
         return (
             [worker for worker in usable if worker.breaker.permits(now_s)]
@@ -266,56 +273,59 @@ class Fleet:
             or [worker for worker in left if worker.slow_for_s(now_s) < self._settings.hung_after_s]
         )
 
-    def choose_decode(self, candidates: Sequence[Worker], wanted: Wanted) -> Worker:
-        """By the policy."""
-        return self._policies[Role.DECODE].choose(candidates, wanted)
+    def choose_decode(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
+        """Chooses one of `candidates` by the policy for decode."""
+        return self._policies[Role.DECODE].choose(candidates, prompt)
 
     @staticmethod
     def serving(model: str | None, workers: list[Worker], role: Sequence[Worker]) -> list[Worker]:
-        """Those of `workers` that serve this model. A name that nobody of the role serves is for a worker to refuse."""
+        """Returns those of `workers` that serve this model. All of them, if no worker in `role` serves it: refusing the
+        name is then left to a worker."""
         if model is None or not any(worker.info is not None and worker.info.model == model for worker in role):
             return workers
         return [worker for worker in workers if worker.info is not None and worker.info.model == model]
 
     def pick_prefill(
-        self, decode: Worker | None, tried: set[Worker], wanted: Wanted, model: str | None
+        self, decode: Worker | None, tried: set[Worker], prompt: PromptEstimate, model: str | None
     ) -> Worker | None:
-        """By the policy, one that was not tried and fits decode, if decode matters; None if there is none."""
+        """Chooses, by the policy, a prefill worker that was not tried and fits `decode` (any, if that is None). Returns
+        None if there is no such worker."""
         usable = [
             worker
             for worker in self.prefill
             if worker not in tried
-            and worker.why_not_now() is None
-            and (decode is None or self.why_not_now(worker, decode) is None)
+            and worker.unavailable_reason() is None
+            and (decode is None or self.pair_reason(worker, decode) is None)
         ]
         usable = self.serving(model, usable, self.prefill)
-        return self._policies[Role.PREFILL].choose(usable, wanted) if usable else None
+        return self._policies[Role.PREFILL].choose(usable, prompt) if usable else None
 
     def has_prefill(self, decode: Worker) -> bool:
-        """Some prefill worker can serve beside this decode worker."""
-        return any(w.why_not_now() is None and self.why_not_now(w, decode) is None for w in self.prefill)
+        """True if a prefill worker can now serve requests together with this decode worker."""
+        return any(w.unavailable_reason() is None and self.pair_reason(w, decode) is None for w in self.prefill)
 
-    def why_not(self, prefill: Worker, decode: Worker) -> str | None:
-        """Why these two cannot serve a request together; None: they can."""
-        return self.pairs.why_not(prefill, decode)
+    def mismatch_reason(self, prefill: Worker, decode: Worker) -> str | None:
+        """Returns why the two do not fit, or None if they fit."""
+        return self.pairs.mismatch_reason(prefill, decode)
 
-    def why_not_now(self, prefill: Worker, decode: Worker) -> str | None:
-        """As `why_not`, with the pair's breaker."""
-        return self.why_not(prefill, decode) or self.pairs.why_not_now(prefill, decode)
+    def pair_reason(self, prefill: Worker, decode: Worker) -> str | None:
+        """Returns why the pair gets no request now: `mismatch_reason`, or its open breaker. None if it may get one."""
+        return self.mismatch_reason(prefill, decode) or self.pairs.breaker_reason(prefill, decode)
 
-    def why_no_prefill(self, decode: Worker) -> str:
-        """Why no prefill worker can serve beside this decode worker."""
+    def no_prefill_reason(self, decode: Worker) -> str:
+        """Returns why no prefill worker can serve together with this decode worker."""
         if not self.prefill:
             return "no prefill worker is configured"
         reasons = [
-            worker.why_not_now() or f"{worker.name} does not fit {decode.name}: {self.why_not_now(worker, decode)}"
+            worker.unavailable_reason()
+            or f"{worker.name} does not fit {decode.name}: {self.pair_reason(worker, decode)}"
             for worker in self.prefill
         ]
         return "; ".join(reasons)
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for an error of the network."""
+    """Describes an error of the network in one line."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect: {error.strerror or error.os_error}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

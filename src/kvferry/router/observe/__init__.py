@@ -1,1 +1,1 @@
-"""What the router shows: metrics, the decode-only alarm, time lines, traces, and the dashboard in ui/."""
+"""What the router shows of itself: metrics, the decode-only alarm, time lines, traces, and the dashboard in ui/."""

@@ -1,7 +1,8 @@
-"""Does the fleet silently serve decode-only? Answers are right then, and slow: nobody notices but this.
+"""Detects silent fallback: too many requests served decode-only. Answers stay correct but slow, so nothing else would
+show it.
 
-Counted are requests that were meant to be handed over: those that decode serves by choice (short, several prompts,
-prompt log probabilities) are not. The alarm looks back over a window.
+Only requests that should have been handed over are counted, not those that decode serves by choice (short prompts,
+several prompts, prompt log probabilities). The alarm looks back over a window of time.
 """
 
 from collections import deque
@@ -12,35 +13,35 @@ _MAX_NOTES = 100_000
 
 
 class DecodeOnlyAlarm:
-    """One a router. Time is an argument."""
+    """There is one per router. Time is an argument."""
 
     def __init__(self, window_s: float, share: float) -> None:
         self._window_s = window_s
         self._share = share
         self._notes: deque[tuple[float, bool]] = deque(maxlen=_MAX_NOTES)
-        self._num_alone = 0
-        self.last_why = ""
-        """Of the last request that was not handed over."""
+        self._num_decode_only = 0
+        self.last_reason = ""
+        """The reason why the last decode-only request was not handed over."""
 
-    def note(self, now_s: float, why_not_handed_over: str | None) -> None:
-        """A request is served. None: its prompt was handed over."""
+    def note(self, now_s: float, reason: str | None) -> None:
+        """Counts a request. `reason` is why its prompt was not handed over; None if it was."""
         if len(self._notes) == _MAX_NOTES:
-            self._num_alone -= self._notes.popleft()[1]
-        alone = why_not_handed_over is not None
-        self._notes.append((now_s, alone))
-        self._num_alone += alone
-        self.last_why = why_not_handed_over or self.last_why
+            self._num_decode_only -= self._notes.popleft()[1]
+        decode_only = reason is not None
+        self._notes.append((now_s, decode_only))
+        self._num_decode_only += decode_only
+        self.last_reason = reason or self.last_reason
         self._forget(now_s)
 
     def share(self, now_s: float) -> float:
-        """Of the window's requests, those that were not handed over; 0 without requests."""
+        """Returns the share of the window's requests that were not handed over; 0 if there were no requests."""
         self._forget(now_s)
-        return self._num_alone / len(self._notes) if self._notes else 0.0
+        return self._num_decode_only / len(self._notes) if self._notes else 0.0
 
     def rings(self, now_s: float) -> bool:
-        """A person should look."""
-        return bool(self._num_alone) and self.share(now_s) >= self._share
+        """True if a person should look at the fleet."""
+        return bool(self._num_decode_only) and self.share(now_s) >= self._share
 
     def _forget(self, now_s: float) -> None:
         while self._notes and self._notes[0][0] < now_s - self._window_s:
-            self._num_alone -= self._notes.popleft()[1]
+            self._num_decode_only -= self._notes.popleft()[1]

@@ -13,7 +13,7 @@ _SOURCES = {"handed_over": "x-kvferry-handed-over", "cached": "x-kvferry-cached"
 
 
 class RouterMetrics:
-    """One registry a router."""
+    """The counters of one router, in a registry of their own."""
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
@@ -30,70 +30,73 @@ class RouterMetrics:
         self._requests = counter("requests", "Requests that ended", "endpoint", "status")
         self._routes = counter(
             "routes",
-            "Requests by the way they went: pull, push, prefill (its token was the whole answer), local (decode by "
-            "choice), alone (decode only)",
+            "Answers by route: pull, push, prefill (its token was the whole answer), local (decode computed the prompt "
+            "by choice), alone (decode only)",
             "route",
         )
-        self._alone = counter("decode_only", "Requests that decode served alone. Alarm on its rate")
-        self._failures = counter("worker_failures", "Failed attempts", "worker", "stage")
+        self._decode_only = counter("decode_only", "Answers that decode gave without a prefill worker")
+        self._failures = counter("worker_failures", "Attempts that failed", "worker", "stage")
         self._tokens = counter("prompt_tokens", "Prompt tokens by where their KV came from", "source")
-        self._prefill = seconds("prefill", "Prefill's answer, from its request")
-        self._handoff = seconds("handoff", "Prefill's answer to decode's first byte")
-        self._first_byte = seconds("first_byte", "Arrival to the first byte to the client")
-        self._pairs = counter("pair_handoffs", "Hand-offs of a pair: landed, or failed", "prefill", "decode", "outcome")
+        self._prefill = seconds("prefill", "Time from the request to prefill to its answer")
+        self._handoff = seconds("handoff", "Time from prefill's answer to decode's first byte")
+        self._first_byte = seconds("first_byte", "Time from a request's arrival to the first byte to the client")
+        self._pairs = counter(
+            "pair_handoffs", "Hand-offs of a pair that landed or failed", "prefill", "decode", "outcome"
+        )
         self._pair_tokens = counter("pair_tokens", "Prompt tokens that a pair handed over", "prefill", "decode")
-        self._up = gauge("worker_up", "1: used for new requests", "worker", "role")
-        self._open = gauge("worker_open", "Requests open", "worker", "role")
-        self._room = gauge("worker_free_blocks", "Blocks that are neither taken nor promised", "worker", "role")
-        self._breaker = gauge("worker_breaker_open", "1: left alone after failures in a row", "worker", "role")
-        self._pair_open = gauge("pair_breaker_open", "1: the pair is left alone", "prefill", "decode")
+        self._up = gauge("worker_up", "1 if the worker is used for new requests", "worker", "role")
+        self._open = gauge("worker_open", "Open requests of this router", "worker", "role")
+        self._room = gauge("worker_free_blocks", "Blocks that are neither in use nor reserved", "worker", "role")
+        self._breaker = gauge("worker_breaker_open", "1 if left alone after failures in a row", "worker", "role")
+        self._pair_open = gauge("pair_breaker_open", "1 if the pair is left alone", "prefill", "decode")
         self._waiting = gauge("waiting", "Requests that wait for room on decode")
-        self._alarm = gauge("decode_only_alarm", "1: the fleet serves decode-only, and nobody chose that")
+        self._alarm = gauge("decode_only_alarm", "1 if too many requests are served decode-only, not by choice")
         self._threshold = gauge("local_below_tokens", "Prompts with fewer uncached tokens are computed by decode")
         self._children: dict[tuple[Counter, *tuple[str, ...]], Counter] = {}
 
     def on_end(self, endpoint: str, status: int) -> None:
-        """A request ended; 499: its client hung up."""
+        """Counts a request that ended; status 499 means that its client hung up."""
         self._child(self._requests, endpoint, str(status)).inc()
 
     def on_route(self, route: str) -> None:
-        """A way was chosen, and the answer has begun."""
+        """Counts an answer that has begun, by its route."""
         self._child(self._routes, route).inc()
         if route == "alone":
-            self._alone.inc()
+            self._decode_only.inc()
 
     def on_failure(self, worker: str, stage: str) -> None:
-        """An attempt failed."""
+        """Counts an attempt that failed."""
         self._child(self._failures, worker, stage).inc()
 
     def on_prefill(self, after_s: float) -> None:
-        """Prefill answered."""
+        """Notes that prefill answered `after_s` after it was asked."""
         self._prefill.observe(after_s)
 
     def on_handoff(self, after_s: float) -> None:
-        """Decode began, so long after prefill had answered."""
+        """Notes that decode began to answer `after_s` after prefill had answered."""
         self._handoff.observe(after_s)
 
     def on_first_byte(self, after_s: float) -> None:
-        """The answer begins."""
+        """Notes that an answer began `after_s` after its request arrived."""
         self._first_byte.observe(after_s)
 
     def on_tokens(self, headers: Mapping[str, str]) -> None:
-        """`headers` say how the prompt was served, where the worker says it."""
+        """Counts prompt tokens by source, if the worker's `headers` say how the prompt was served."""
         for source, name in _SOURCES.items():
             value = headers.get(name, "")
             if value.isascii() and value.isdigit() and len(value) < 10:
                 self._child(self._tokens, source).inc(int(value))
 
     def on_pair(self, prefill: str, decode: str, *, landed: bool, headers: Mapping[str, str]) -> None:
-        """A hand-off of a pair has ended."""
+        """Counts a hand-off of a pair that has landed or failed."""
         self._child(self._pairs, prefill, decode, "landed" if landed else "failed").inc()
         value = headers.get(_SOURCES["handed_over"], "")
         if value.isascii() and value.isdigit() and len(value) < 10:
             self._child(self._pair_tokens, prefill, decode).inc(int(value))
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
-        """Kept: finding one by its labels costs as much as all else that a request counts."""
+        """Returns the counter of these labels. It is kept, because finding it costs as much as all other counting for a
+        request."""
         key: tuple[Counter, *tuple[str, ...]] = (counter, *labels)
         child = self._children.get(key)
         if child is None:
@@ -101,18 +104,18 @@ class RouterMetrics:
         return child
 
     def forget(self, name: str, url: str) -> None:
-        """A worker has left the fleet: its series go, or a fleet that comes and goes would fill the memory."""
+        """Drops the series of a worker that has left the fleet. Otherwise a changing fleet would fill the memory."""
         for key in [key for key in self._children if name in key[1:] or url in key[1:]]:
             del self._children[key]
             key[0].remove(*key[1:])
 
     def text(self, fleet: Fleet, *, now_s: float, num_waiting: int, alarm: bool, local_below: int) -> bytes:
-        """The exposition format. `now_s`: monotonic."""
+        """Returns all metrics in Prometheus's text format. `now_s` is monotonic."""
         for gauge in (self._up, self._open, self._room, self._breaker, self._pair_open):
-            gauge.clear()  # workers come and go
+            gauge.clear()  # drops the labels of workers that have gone
         for worker in fleet.workers:
-            labels = (worker.url, worker.wanted)
-            self._up.labels(*labels).set(worker.why_unusable is None)
+            labels = (worker.url, worker.assigned_role)
+            self._up.labels(*labels).set(worker.unusable_reason is None)
             self._open.labels(*labels).set(worker.num_open)
             self._breaker.labels(*labels).set(not worker.breaker.permits(now_s))
             if worker.free_blocks is not None:

@@ -1,19 +1,19 @@
-"""Where a span, a time line or a log of dispatches is attached: an Observer sees every stage of every request.
+"""Observers see every stage of every request. Time lines, traces and logs of dispatches are observers.
 
-The events of one dispatch, in order; a failed attempt repeats some. Fields are strings, numbers or None.
+These are the events of one dispatch, in order; a failed attempt repeats some. Fields are strings, numbers or None.
 
     arrived            request_id, path, stream, traceparent (as the client sent it, or "")
-    chosen             route (pull, push, prefill, alone), prefill, decode, transfer_id, why
-    prefill.sent       worker, transfer_id              the body is handed to the connection
+    chosen             route (pull, push, prefill, local, alone), prefill, decode, transfer_id, why
+    prefill.sent       worker, transfer_id              the body was given to the connection
     prefill.answered   worker, status                   the whole answer is here
-    decode.sent        worker, transfer_id
-    decode.began       worker, status                   its headers are here
-    first_byte         source (prefill, decode)         the first byte of the body is given to the client's connection
+    decode.sent        worker
+    decode.began       worker, status                   the headers are here
+    first_byte         source (prefill, decode)         the first byte of the body was given to the client's connection
     failed             worker, stage, cause             an attempt failed; the next one may follow
     released           worker, transfer_id, cause       a hand-off was given up
     ended              status (499: the client hung up), route, prefill, decode, handed_over, cached, recomputed, why
 
-`worker`, `prefill` and `decode` are engine ids. Without an observer an event costs one `if`.
+`worker`, `prefill` and `decode` are engine ids. Without observers an event costs one `if`.
 """
 
 import itertools
@@ -30,22 +30,21 @@ Field = str | int | float | None
 
 
 class Observer(Protocol):
-    """Sees dispatches. Called on the event loop, in the middle of a request: must not block; every request pays."""
+    """Sees dispatches. It is called on the event loop in the middle of a request, so it must not block and must be
+    cheap."""
 
     def on_event(self, dispatch: int, name: str, at_s: float, fields: Mapping[str, Field]) -> None:
-        """Something happened to a dispatch. `dispatch` is unique in this router, `at_s` is `time.monotonic()`."""
+        """Called for an event of a dispatch. `dispatch` is unique in this router; `at_s` is `time.monotonic()`."""
         ...
 
     def worker_headers(self, dispatch: int, stage: str) -> Mapping[str, str]:
-        """Headers for the request to a worker that is about to leave (`traceparent`); they replace the client's.
-
-        `stage` is `prefill` or `decode`.
-        """
+        """Returns headers for the request that is about to be sent to a worker (`traceparent`); they replace the
+        client's. `stage` is `prefill` or `decode`."""
         ...
 
 
 class Observers:
-    """All observers of a router. One that raises is logged, and the request goes on."""
+    """All observers of a router. If one raises, that is logged and the request goes on."""
 
     def __init__(self) -> None:
         self._all: list[Observer] = []
@@ -55,26 +54,26 @@ class Observers:
         return bool(self._all)
 
     def add(self, observer: Observer) -> None:
-        """From now on. Before the router listens, or on the event loop."""
+        """Adds an observer. Called before the router listens, or on the event loop."""
         self._all.append(observer)
 
     def new_dispatch(self) -> int:
-        """A number for a dispatch that begins."""
+        """Returns a number for a new dispatch."""
         return next(self._serial)
 
-    def tell(self, dispatch: int, name: str, /, **fields: Field) -> None:
-        """An event, now. Never raises."""
+    def emit(self, dispatch: int, name: str, /, **fields: Field) -> None:
+        """Passes an event on to all observers, with the current time. Never raises."""
         if not self._all:
             return
         at_s = time.monotonic()
         for observer in self._all:
             try:
                 observer.on_event(dispatch, name, at_s, fields)
-            except Exception:  # sight is a courtesy: a fault in it must not cost a request
+            except Exception:  # a fault in an observer must not fail a request
                 logger.exception("an observer failed event=%s", name)
 
     def worker_headers(self, dispatch: int, stage: str) -> dict[str, str]:
-        """What the observers add to a request to a worker. Never raises."""
+        """Returns the headers that the observers add to a request to a worker. Never raises."""
         headers: dict[str, str] = {}
         for observer in self._all:
             try:

@@ -1,8 +1,8 @@
-"""Where one request's milliseconds went: what the router saw of it, joined with what its workers remember.
+"""Time lines of requests: what the router saw of each, joined with what the workers remember of it.
 
-`Timelines` is an Observer: it keeps the events of the dispatches that are open and of the latest that have ended.
-`spans_of` turns a time line, and the workers' reports with their clocks set right, into spans in the router's clock.
-Nothing of it does I/O: see collect.py.
+`Timelines` is an Observer. It keeps the events of the open dispatches and of the latest ones that have ended.
+`spans_of` turns a time line and the workers' reports, corrected for their clocks, into spans in the router's clock.
+Nothing here does I/O: `timeline_collect` asks the workers.
 """
 
 from collections import OrderedDict
@@ -13,15 +13,15 @@ from typing import NamedTuple
 from kvferry.router.observe.observer import Field
 from kvferry.web.stages import StageReport
 
-__all__ = ["Event", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
+__all__ = ["MAX_KEPT", "Event", "Span", "Timeline", "Timelines", "WorkerPart", "spans_of"]
 
 MAX_KEPT = 512
 _MAX_EVENTS = 64
-"""A dispatch with more attempts than that has its later events cut: it is bounded like everything else."""
+"""Later events of a dispatch with more than this many are dropped, which bounds the memory."""
 
 
 class Event(NamedTuple):
-    """As `Observer.on_event` was told. A tuple: each request makes eight."""
+    """The arguments of `Observer.on_event`. It is a tuple because each request makes eight of them."""
 
     name: str
     at_s: float
@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Timeline:
-    """One dispatch."""
+    """The events of one dispatch."""
 
     number: int
     began_s: float
@@ -38,20 +38,20 @@ class Timeline:
     ended_s: float | None = None
 
     def value(self, name: str) -> Field:
-        """A field as the latest event that has it says; None: none has."""
+        """Returns a field from the latest event that has it, or None if no event has it."""
         for event in reversed(self.events):
             if (found := event.fields.get(name)) is not None:
                 return found
         return None
 
     def text(self, name: str) -> str:
-        """The same, as text; empty if there is none."""
+        """Returns the same as text; empty if there is none."""
         found = self.value(name)
         return "" if found is None else str(found)
 
     @property
     def stage(self) -> str:
-        """What it waits for, or `ended`."""
+        """What the request waits for, or `ended`."""
         if self.ended_s is not None:
             return "ended"
         names = {event.name for event in self.events}
@@ -64,21 +64,21 @@ class Timeline:
 
 
 class Timelines:
-    """Observer. Costs a request a few microseconds; bounded in memory."""
+    """An Observer that remembers time lines. It costs a request a few microseconds, and its memory is bounded."""
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self.open: dict[int, Timeline] = {}
         self.ended: OrderedDict[int, Timeline] = OrderedDict()
-        """The latest last."""
+        """The time lines that have ended; the latest is last."""
         self.num_ended = 0
         self._max_kept = max_kept
 
     def worker_headers(self, dispatch: int, stage: str) -> Mapping[str, str]:
-        """None."""
+        """Returns no headers."""
         return {}
 
     def on_event(self, dispatch: int, name: str, at_s: float, fields: Mapping[str, Field]) -> None:
-        """See observe.py."""
+        """Adds an event to the dispatch's time line."""
         line = self.open.get(dispatch)
         if line is None:
             if name != "arrived":
@@ -97,7 +97,7 @@ class Timelines:
                 self.ended.popitem(last=False)
 
     def find(self, request_id: str) -> Timeline | None:
-        """The latest with this id, open or ended."""
+        """Returns the latest time line with this request id; open ones come first."""
         for lines in (self.open, self.ended):
             for line in reversed(lines.values()):
                 if line.events and line.events[0].fields.get("request_id") == request_id:
@@ -107,18 +107,18 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """What a worker remembers of a request, and by how much its clock is ahead of the router's."""
+    """A worker's report of a request, and by how much the worker's clock is ahead of the router's."""
 
     engine: str
     report: StageReport
     offset_s: float
     error_s: float
-    """The offset is right within this much."""
+    """The largest possible error of the offset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's time, in the router's monotonic clock."""
+    """One span of a request's time, in the router's monotonic clock."""
 
     lane: str
     """`router`, `prefill` or `decode`."""
@@ -126,17 +126,17 @@ class Span:
     begin_s: float
     end_s: float
     engine: str = ""
-    """The worker whose time it was; empty: the router's."""
+    """The worker whose time it was; empty for the router's own."""
     parent: str = ""
     """`request`, or the name of the router's request to the worker: `prefill request`, `decode request`."""
     failed: str = ""
-    """Why it failed; empty: it did not."""
+    """The reason why it failed; empty if it did not."""
     error_s: float = 0.0
-    """Its ends may be off by this much: clocks."""
+    """Its ends may be off by this much, because clocks differ."""
 
 
 def spans_of(line: Timeline, parts: Iterable[WorkerPart] = (), *, now_s: float | None = None) -> list[Span]:
-    """All spans, in the order in which they began; what is open ends at `now_s`."""
+    """Returns all spans in the order in which they began; open ones end at `now_s`."""
     last_s = line.events[-1].at_s if line.events else line.began_s
     end_s = line.ended_s if line.ended_s is not None else max(last_s, now_s or 0.0)
     spans = [Span("router", "request", line.began_s, end_s)]
@@ -146,7 +146,7 @@ def spans_of(line: Timeline, parts: Iterable[WorkerPart] = (), *, now_s: float |
     asked = [*_requests(line, "prefill", end_s), *_requests(line, "decode", end_s)]
     spans += asked
     for part in parts:
-        # One worker is asked once a dispatch; an id that a client sent again is told apart by its times.
+        # Clients may send an id again, so the times decide whether a worker's report is about this dispatch.
         for span in asked:
             overlaps = part.report.received_s - part.offset_s < span.end_s + part.error_s
             ends_after = part.report.ended_s - part.offset_s > span.begin_s - part.error_s
@@ -156,7 +156,7 @@ def spans_of(line: Timeline, parts: Iterable[WorkerPart] = (), *, now_s: float |
 
 
 def _requests(line: Timeline, lane: str, end_s: float) -> list[Span]:
-    """The router's requests to workers of a role, one a `.sent`."""
+    """Returns the router's requests to workers of one role: one per `.sent` event."""
     done = ("prefill.answered",) if lane == "prefill" else ()
     spans: list[Span] = []
     begun: Event | None = None
@@ -181,7 +181,7 @@ def _request(lane: str, begun: Event, end_s: float, failed: str) -> Span:
 
 
 def _inside(asked: Span, part: WorkerPart) -> list[Span]:
-    """A worker's stages in the router's clock. They cannot have been before the question or after the answer."""
+    """Returns a worker's stages in the router's clock, kept within the router's request to that worker."""
     offset_s, error_s = _bounded(asked, part)
 
     def here(at_s: float) -> float:
@@ -195,7 +195,8 @@ def _inside(asked: Span, part: WorkerPart) -> list[Span]:
 
 
 def _bounded(asked: Span, part: WorkerPart) -> tuple[float, float]:
-    """The offset and its error, narrowed by what this request itself says: cause comes before effect."""
+    """Returns the clock's offset and its error, narrowed by the request itself: no stage began before the request was
+    sent, and none ended after its answer."""
     report = part.report
     last_s = max((one.end_s for one in report.stages), default=report.received_s)
     least = max(last_s - asked.end_s, part.offset_s - part.error_s)

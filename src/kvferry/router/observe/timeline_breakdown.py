@@ -1,4 +1,4 @@
-"""Where a request's milliseconds went: its spans, cut so that every moment belongs to exactly one part."""
+"""Breaks a request's time down into parts, so that every moment belongs to exactly one part."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,19 +22,20 @@ _ORDER = (
     ("router", "choose"),
     ("router", "request"),
 )
-"""Of the spans that run at one moment, the first of these owns it: what the others wait for comes before the waiting.
+"""If several spans run at one moment, the first of them in this order owns it: work comes before waiting for it.
 
 In push mode decode's `handshake` and `transfer` run while prefill computes, and it is prefill that the request waits
-for. A request to a worker owns what none of its stages explains: the network, reading and writing HTTP.
+for. A request to a worker owns the time that none of the worker's stages explains: network, and reading and writing
+HTTP.
 """
 _LEAST_S = 1e-7
-"""Less is the rounding of clocks set right, not a part of anything."""
+"""Shorter moments are rounding errors of clock correction."""
 _RANK = {key: rank for rank, key in enumerate(_ORDER)}
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part of a request's time; all parts together are the whole."""
+    """One part of a request's time. All parts add up to the whole."""
 
     lane: str
     name: str
@@ -42,7 +43,8 @@ class Share:
 
 
 def breakdown(spans: Sequence[Span]) -> list[Share]:
-    """Shares of the span named `request`, in the order in which they first own a moment. Empty without such a span."""
+    """Returns the parts of the span named `request`, in the order in which they first own a moment. Empty if there is
+    no such span."""
     whole = next((span for span in spans if span.name == "request"), None)
     if whole is None:
         return []

@@ -1,4 +1,4 @@
-"""Asks workers what they remember of requests. The only part of the time lines that does I/O."""
+"""Asks workers what they remember of requests. This is the only part of the time lines that does I/O."""
 
 import asyncio
 import logging
@@ -23,18 +23,18 @@ _MAX_PAIRS = 4096
 
 
 class Collector:
-    """One a router. On the event loop."""
+    """Asks workers, and keeps their clocks and totals. There is one per router; it runs on the event loop."""
 
     def __init__(self) -> None:
         self.clocks = WorkerClocks()
         self.totals: dict[tuple[str, str], HandoffTotals] = {}
-        """What decode engines say they were handed over, by (prefill, decode)."""
+        """Maps (prefill, decode) to what the decode engine reports about the hand-offs that it received."""
 
     async def parts_of(
         self, session: aiohttp.ClientSession, workers: Iterable[Worker], line: Timeline
     ) -> list[WorkerPart]:
-        """What the workers of one request remember of it. Workers that do not answer, or are of a kind that does not
-        keep this (stock vLLM), are left out."""
+        """Returns what the workers of one request remember of it. Workers that do not answer, or that do not keep this
+        (stock vLLM), are left out."""
         names = {str(event.fields["worker"]) for event in line.events if event.name.endswith(".sent")}
         request_id = line.text("request_id")
         asked = [worker for worker in workers if worker.name in names]
@@ -42,7 +42,7 @@ class Collector:
         return [part for parts in found for part in parts]
 
     async def ask(self, session: aiohttp.ClientSession, worker: Worker, ids: Collection[str]) -> list[WorkerPart]:
-        """Ask one worker. Never raises: what cannot be had is left out."""
+        """Asks one worker about requests, and takes its clock and totals. Never raises: what fails is left out."""
         query = [("request", one) for one in list(ids)[:MAX_ASKED]]
         sent_s = time.monotonic()
         try:
@@ -53,15 +53,16 @@ class Collector:
                     body += await response.content.readany()
                 if response.status != 200:
                     return []
-            told = msgspec.json.decode(body, type=TraceAnswer)
+            answer = msgspec.json.decode(body, type=TraceAnswer)
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             logger.debug("no trace peer=%s cause=%r", worker.name, error)
             return []
         now_s = time.monotonic()
-        self.clocks.add(told.engine, told.incarnation, ClockSample.of(sent_s, told.received_s, told.now_s, begun_s))
-        for prefill, totals in list(told.handoffs.items())[:MAX_ASKED]:
-            if (prefill, told.engine) in self.totals or len(self.totals) < _MAX_PAIRS:
-                self.totals[prefill, told.engine] = totals
-        best = self.clocks.best(told.engine, told.incarnation, now_s)
+        engine, incarnation = answer.engine, answer.incarnation
+        self.clocks.add(engine, incarnation, ClockSample.of(sent_s, answer.received_s, answer.now_s, begun_s))
+        for prefill, totals in list(answer.handoffs.items())[:MAX_ASKED]:
+            if (prefill, engine) in self.totals or len(self.totals) < _MAX_PAIRS:
+                self.totals[prefill, engine] = totals
+        best = self.clocks.best(engine, incarnation, now_s)
         assert best is not None, "a sample was added above"
-        return [WorkerPart(told.engine, one, best.offset_s, best.error_at(now_s)) for one in told.requests]
+        return [WorkerPart(engine, report, best.offset_s, best.error_at(now_s)) for report in answer.requests]

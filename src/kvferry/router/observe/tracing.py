@@ -1,13 +1,14 @@
-"""OpenTelemetry: the spans of router, prefill and decode as one trace, every time in the router's clock.
+"""OpenTelemetry: the spans of router, prefill and decode form one trace, with all times in the router's clock.
 
-Imported only where tracing is asked for (`kvferry route --otlp`): it needs the extra kvferry[otel].
+This module is imported only if tracing is asked for (`kvferry route --otlp`), because it needs the extra kvferry[otel].
 
-A request is a server span here, each request to a worker a client span below it, and that span's context goes to the
-worker as `traceparent` (W3C Trace Context), so that a worker with tracing of its own, as vLLM, hangs its spans below.
-Our own workers need no OpenTelemetry: they remember their stages, are asked for them soon after, and the stages become
-spans of a service `kvferry-worker`, set right by the offset of that worker's clock.
+A request is a server span, and each request to a worker is a client span below it. That span's context goes to the
+worker as `traceparent` (W3C Trace Context), so that a worker with its own tracing, such as vLLM, adds its spans below.
+kvferry's workers need no OpenTelemetry: they remember their stages, the router asks for them soon after, and they
+become spans of the service `kvferry-worker`, corrected by the offset of the worker's clock.
 
-Whether a request is recorded is the caller's decision, in its `traceparent`, else the sampler's (OTEL_TRACES_SAMPLER).
+The caller decides in its `traceparent` whether a request is recorded; without one, the sampler does
+(OTEL_TRACES_SAMPLER).
 """
 
 import asyncio
@@ -27,7 +28,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kvferry import __version__
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.observe.observer import Field
 from kvferry.router.observe.timeline import Timeline, Timelines, WorkerPart, spans_of
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTES = ("route", "prefill", "decode", "transfer_id", "why", "handed_over", "cached", "recomputed")
 _COLLECT_AFTER_S = 0.25
-"""Workers are asked so long after a request has ended, for all that have ended since."""
+"""This long after a request has ended, workers are asked about all requests that have ended meanwhile."""
 _MAX_WAITING = 4096
-"""More ended requests than these are traced without their workers' stages."""
+"""If more requests than this have ended meanwhile, the rest are traced without their workers' stages."""
 _MAX_ENGINES = 64
 
 
 def otlp_exporter(url: str) -> SpanExporter:
-    """Sends spans to an OTLP receiver over HTTP. `url`: http://HOST:4318; the path of the protocol is added."""
+    """Returns an exporter to an OTLP receiver over HTTP. `url` is http://HOST:4318; the protocol's path is added."""
     path = "" if url.rstrip("/").endswith("/v1/traces") else "/v1/traces"
     return OTLPSpanExporter(endpoint=url.rstrip("/") + path)
 
@@ -59,18 +59,19 @@ class _Traced:
     root: Span
     wall_less_monotonic_ns: int
     asked: dict[str, Span] = field(default_factory=dict)
-    """The open request to a worker of each stage."""
+    """Maps a stage to the open request to its worker."""
     of_worker: dict[tuple[str, str], Span] = field(default_factory=dict)
-    """The latest one to each worker, by stage and engine."""
+    """Maps stage and engine to the latest request to that worker."""
     line: Timeline | None = None
 
     def wall_ns(self, at_s: float) -> int:
-        """A monotonic time as OpenTelemetry tells times."""
+        """Converts a monotonic time into OpenTelemetry's nanoseconds since 1970."""
         return int(at_s * 1e9) + self.wall_less_monotonic_ns
 
 
 class Tracing:
-    """An Observer. Added after Timelines, whose time lines it turns into workers' spans once a request has ended."""
+    """An Observer that exports spans. It must be added after `Timelines`: once a request has ended, it turns its time
+    line into the workers' spans."""
 
     def __init__(
         self,
@@ -79,14 +80,16 @@ class Tracing:
         collector: Collector,
         workers: Callable[[], Iterable[Worker]],
         session: Callable[[], aiohttp.ClientSession],
+        version: str,
         *,
         processor: SpanProcessor | None = None,
     ) -> None:
-        """`processor`: None is one that exports in batches, on a thread of its own."""
+        """`version` is kvferry's own. Without a `processor`, spans are exported in batches on a thread of its own."""
+        self._version = version
         self._processor = processor or BatchSpanProcessor(exporter)
-        self._provider = TracerProvider(resource=_resource("kvferry-router"))
+        self._provider = TracerProvider(resource=_resource("kvferry-router", version))
         self._provider.add_span_processor(self._processor)
-        self._tracer = self._provider.get_tracer("kvferry", __version__)
+        self._tracer = self._provider.get_tracer("kvferry", version)
         self._workers_tracers: OrderedDict[str, Tracer] = OrderedDict()
         self._timelines = timelines
         self._collector = collector
@@ -99,7 +102,7 @@ class Tracing:
         self._num_dropped = 0
 
     async def stop(self) -> None:
-        """Ask for the last stages, and send what is left. Waits for the receiver; see OTEL_BSP_EXPORT_TIMEOUT."""
+        """Asks for the last stages and sends what is left. Waits for the receiver; see OTEL_BSP_EXPORT_TIMEOUT."""
         if self._collecting is not None:
             self._collecting.cancel()
             await asyncio.gather(self._collecting, return_exceptions=True)
@@ -111,7 +114,7 @@ class Tracing:
     # ---- Observer ----
 
     def worker_headers(self, dispatch: int, stage: str) -> Mapping[str, str]:
-        """The context of the request to a worker, which begins with this."""
+        """Begins the span of a request to a worker, and returns its context as headers."""
         traced = self._open.get(dispatch)
         if traced is None:
             return {}
@@ -127,7 +130,7 @@ class Tracing:
         return headers
 
     def on_event(self, dispatch: int, name: str, at_s: float, fields: Mapping[str, Field]) -> None:
-        """See observe.py."""
+        """Begins, describes or ends spans, as the event says."""
         if name == "arrived":
             self._open[dispatch] = self._begin(at_s, fields)
             return
@@ -217,7 +220,7 @@ class Tracing:
             by_id.setdefault(part.report.request_id, []).append(part)
         for one in traced:
             if one.line is not None:
-                self._tell_stages(one, one.line, by_id.get(one.line.text("request_id"), ()))
+                self._add_stages(one, one.line, by_id.get(one.line.text("request_id"), ()))
 
     async def _ask(self, worker: Worker, ids: list[str]) -> list[WorkerPart]:
         found: list[WorkerPart] = []
@@ -225,7 +228,7 @@ class Tracing:
             found += await self._collector.ask(self._session(), worker, ids[at : at + MAX_ASKED])
         return found
 
-    def _tell_stages(self, traced: _Traced, line: Timeline, parts: Iterable[WorkerPart]) -> None:
+    def _add_stages(self, traced: _Traced, line: Timeline, parts: Iterable[WorkerPart]) -> None:
         for span in spans_of(line, parts):
             parent = traced.of_worker.get((span.lane, span.engine))
             if parent is None or span.parent != f"{span.lane} request":
@@ -238,20 +241,21 @@ class Tracing:
             ).end(traced.wall_ns(span.end_s))
 
     def _tracer_of(self, engine: str) -> Tracer:
-        """A service instance of its own for each worker: viewers show them apart."""
+        """Returns the tracer of one worker. Each is a service instance of its own, so that viewers show them apart."""
         tracer = self._workers_tracers.get(engine)
         if tracer is None:
-            # Whether to record was decided for the request; not once more for its parts.
-            provider = TracerProvider(ALWAYS_ON, _resource("kvferry-worker", engine), shutdown_on_exit=False)
+            # Whether to record was decided for the request, and holds for its parts.
+            resource = _resource("kvferry-worker", self._version, engine)
+            provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
             provider.add_span_processor(self._processor)
-            tracer = self._workers_tracers[engine] = provider.get_tracer("kvferry", __version__)
+            tracer = self._workers_tracers[engine] = provider.get_tracer("kvferry", self._version)
             if len(self._workers_tracers) > _MAX_ENGINES:
                 self._workers_tracers.popitem(last=False)
         return tracer
 
 
-def _resource(service: str, instance: str | None = None) -> Resource:
-    attributes = {"service.name": service, "service.version": __version__}
+def _resource(service: str, version: str, instance: str | None = None) -> Resource:
+    attributes = {"service.name": service, "service.version": version}
     return Resource.create(attributes if instance is None else {**attributes, "service.instance.id": instance})
 
 

@@ -1,1 +1,1 @@
-"""Requests to workers: connections, attempts, deadlines, and how a worker's answer is read."""
+"""Requests to workers: connections, deadlines, and how a worker's answer is read."""

@@ -1,7 +1,7 @@
-"""Deadlines of many waits, by one timer: a timer for each would be a tenth of what a request costs.
+"""Deadlines of many waits, with a single timer: a timer for each would be a tenth of what a request costs.
 
-asyncio keeps timers in a heap; one that is cancelled stays there until half of them are. A request to a worker waits
-for minutes at most and for milliseconds as a rule, so nearly all would be cancelled.
+asyncio keeps timers in a heap, and a cancelled one stays there until half of them are cancelled. A request to a worker
+waits for minutes at most and usually for milliseconds, so nearly all timers would be cancelled.
 """
 
 import asyncio
@@ -11,20 +11,21 @@ __all__ = ["Deadlines", "Due"]
 
 
 class Due(Protocol):
-    """Something that must not last for ever."""
+    """A wait that must not last for ever."""
 
     @property
     def due_s(self) -> float:
-        """Loop time at which it has lasted too long; infinity: not now."""
+        """The loop time at which it has lasted too long; infinity if there is no limit at the moment."""
         ...
 
     def on_due(self) -> None:
-        """It has. Called again and again until it is taken out, or is due later; must not raise or block."""
+        """Called once it has lasted too long, and again until it is discarded or is due later. Must not raise or
+        block."""
         ...
 
 
 class Deadlines:
-    """On the event loop. A deadline is noticed up to `every_s` late."""
+    """Watches waits, on the event loop. A deadline is noticed up to `every_s` late."""
 
     def __init__(self, every_s: float = 0.05) -> None:
         self._every_s = every_s
@@ -32,27 +33,27 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, one: Due) -> None:
-        """Watch it from now on."""
+        """Watches `one` from now on."""
         self._open.add(one)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._look)
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._check)
 
     def discard(self, one: Due) -> None:
-        """No longer."""
+        """Stops watching `one`."""
         self._open.discard(one)
 
     def stop(self) -> None:
-        """Watch nothing more."""
+        """Stops watching all of them."""
         self._open.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         loop = asyncio.get_running_loop()
         now_s = loop.time()
         for one in [one for one in self._open if one.due_s <= now_s]:
             one.on_due()
         if self._open:
-            self._timer = loop.call_later(self._every_s, self._look)
+            self._timer = loop.call_later(self._every_s, self._check)

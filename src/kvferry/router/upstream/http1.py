@@ -1,11 +1,11 @@
-"""The router's connections to workers: HTTP/1.1, one request at a time on each, kept for the next one.
+"""The router's HTTP/1.1 connections to workers. Each carries one request at a time and is kept for the next one.
 
-Hand-made, because it is half of what a request costs: a request through aiohttp's client takes about 150 us of
-processor time, here about 50 (`python -m benchmarks.router`). aiohttp remains the server, and the client for everything
-rare.
+This client is written by hand because the client is half of what a request costs: a request through aiohttp's client
+takes about 150 us of processor time, and about 50 us here (`python -m benchmarks.router`). aiohttp remains the server,
+and the client for everything rare.
 
-Life of a connection: IDLE (in the pool) -> BUSY (a request was sent; its answer is read by one task) -> IDLE again if
-the answer was read whole and the worker keeps the connection, else closed. Closing it aborts the request there.
+Life of a connection: IDLE (in the pool) -> BUSY (a request was sent; one task reads its answer) -> IDLE again if the
+whole answer was read and the worker keeps the connection, else closed. Closing it aborts the request at the worker.
 """
 
 import asyncio
@@ -21,25 +21,25 @@ from kvferry.router.upstream.http1_parse import BadAnswer, ResponseParser
 __all__ = ["Connection", "Pool", "Unreachable"]
 
 _HIGH_BYTES = 256 << 10
-"""More of an answer than this is not taken from a worker before the client has taken what was there."""
+"""Once this much of an answer is waiting for the client, no more of it is read from the worker."""
 _IDLE_S = 4.0
-"""Less than the 5 s after which uvicorn, in front of vLLM, closes an idle connection: we close first, so that no
-request meets a connection that is being closed."""
+"""Seconds after which an idle connection is closed. uvicorn, in front of vLLM, does so after 5 s; closing first avoids
+sending a request on a connection that is being closed."""
 _MAX_IDLE = 512
-"""Connections kept for one worker."""
+"""The number of idle connections that are kept per worker."""
 
 
 class Unreachable(OSError):
-    """No connection: the worker has not seen the request."""
+    """There is no connection, so the worker has not seen the request."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection. Its methods are called by one task at a time, on the event loop."""
+    """One connection. One task at a time calls its methods, on the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.idle_since_s = 0.0
         self.parser = ResponseParser()
-        self.parser.complete = True  # nothing was asked yet: an answer that comes unasked is an error
+        self.parser.complete = True  # no request was sent yet: an answer that comes now is an error
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -78,22 +78,22 @@ class Connection(asyncio.Protocol):
     # ---- one request ----
 
     def send(self, head: bytes, body: bytes) -> None:
-        """Send a request, and be ready for its answer. Only on a connection that is usable."""
-        assert self._transport is not None, "asked for by the pool alone"
+        """Sends a request and prepares for its answer. The connection must be usable."""
+        assert self._transport is not None, "the pool hands out usable connections only"
         self.parser = ResponseParser()
         self._failure = None
         self._transport.writelines((head, body))
 
     async def head(self) -> None:
-        """Wait for status and headers: `parser` has them. Raises BadAnswer, OSError, or what `fail` was given."""
+        """Waits until `parser` has status and headers. Raises BadAnswer, OSError, or the error given to `fail`."""
         while not self.parser.status:
             await self.wait()
 
     async def wait(self) -> None:
-        """Until there is more to take, or the answer is complete. Raises as `head`."""
+        """Waits until there is more to take or the answer is complete. Raises the same errors as `head`."""
         if self._failure is not None:
             raise self._failure
-        if self._paused and self._transport is not None:  # who reads it whole takes nothing before its end
+        if self._paused and self._transport is not None:  # a reader of the whole body takes nothing before its end
             self._paused = False
             self._transport.resume_reading()
         self._waiter = self._loop.create_future()
@@ -103,7 +103,7 @@ class Connection(asyncio.Protocol):
             self._waiter = None
 
     def take(self) -> bytes:
-        """What has come of the body since the last time."""
+        """Returns what has arrived of the body since the last call."""
         parts = self.parser.parts
         taken = parts[0] if len(parts) == 1 else b"".join(parts)
         parts.clear()
@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
         return taken
 
     def fail(self, error: Exception) -> None:
-        """End the wait that runs, and every later one, with this error. The connection is of no further use."""
+        """Ends the current wait, and every later one, with this error. The connection cannot be used any more."""
         if self._failure is None:
             self._failure = error
         if self._transport is not None:
@@ -121,18 +121,18 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def close(self) -> None:
-        """End it now, whatever is on its way."""
+        """Closes it now, whatever is still being transferred."""
         if self._transport is not None:
             self._transport.abort()
 
     @property
     def usable(self) -> bool:
-        """It can take a request."""
+        """True if it can take a request."""
         return self._transport is not None and not self._transport.is_closing() and self._failure is None
 
     @property
     def reusable(self) -> bool:
-        """Its answer is whole, was taken, and the worker keeps the connection."""
+        """True if its answer is complete and was taken, and the worker keeps the connection."""
         parser = self.parser
         return self.usable and parser.complete and parser.keep_alive and not parser.parts
 
@@ -147,7 +147,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to all workers. On the event loop."""
+    """The connections to all workers. It is used on the event loop."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[str, list[Connection]] = defaultdict(list)
@@ -156,11 +156,11 @@ class Pool:
         self._open: set[Connection] = set()
 
     async def acquire(self, url: str, connect_timeout_s: float) -> Connection:
-        """A usable connection to the worker at `url`. Raises Unreachable, or TimeoutError."""
+        """Returns a usable connection to the worker at `url`. Raises Unreachable or TimeoutError."""
         loop = asyncio.get_running_loop()
         idle = self._idle.get(url)
         while idle:
-            connection: Connection = idle.pop()  # the latest: the others grow old and are closed
+            connection: Connection = idle.pop()  # the latest one: the others age and are closed
             if connection.usable and loop.time() - connection.idle_since_s < _IDLE_S:
                 return connection
             self.drop(connection)
@@ -180,32 +180,33 @@ class Pool:
         return connection
 
     def release(self, url: str, connection: Connection) -> None:
-        """Give it back: kept if it can be, else closed."""
+        """Takes a connection back: it is kept if it can be reused, else closed."""
         idle = self._idle[url]
         if not connection.reusable or len(idle) >= _MAX_IDLE:
             self.drop(connection)
             return
         connection.idle_since_s = asyncio.get_running_loop().time()
         idle.append(connection)
-        # One that is too old to be used is closed by the next request, or here: two at most for each that comes back.
+        # A connection that is too old is closed by the next request, or here: at most two for each that comes back.
         for _ in range(2):
             if len(idle) > 1 and connection.idle_since_s - idle[0].idle_since_s > _IDLE_S:
                 self.drop(idle.pop(0))
 
     def drop(self, connection: Connection) -> None:
-        """Close it."""
+        """Closes a connection."""
         self._open.discard(connection)
         connection.close()
 
     def stop(self) -> None:
-        """Close every connection."""
+        """Closes every connection."""
         for connection in self._open:
             connection.close()
         self._open.clear()
         self._idle.clear()
 
     def request_head(self, url: str, path: str, num_bytes: int, headers: Mapping[str, str]) -> bytes:
-        """The head of a POST. Raises ValueError for a header that is none: it could smuggle in another request."""
+        """Returns the head of a POST. Raises ValueError for a header with a line break, which could smuggle in another
+        request."""
         address = self._address(url)
         first = f"POST {address.prefix}{path} HTTP/1.1\r\n".encode()
         lines = [first, address.host_line, b"Content-Length: %d\r\n" % num_bytes]
@@ -230,21 +231,22 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """A worker's address, taken apart."""
+    """The parts of a worker's address."""
 
     host: str
     port: int
     tls: bool
     prefix: str
-    """Of every path."""
+    """The prefix of every path."""
     host_line: bytes
     race: dict[str, Any]
-    """RFC 8305, for a name that may have several addresses; its race costs more than the connection itself."""
+    """Happy-eyeballs options (RFC 8305), for a name that may have several addresses. They are left out for an IP
+    address, because the race costs more than the connection itself."""
 
     @classmethod
     def of(cls, url: str) -> "_Address":
         parts = urlsplit(url)
-        assert parts.hostname is not None, "addresses of workers are checked where they come from"
+        assert parts.hostname is not None, "addresses of workers are checked when they are added"
         tls = parts.scheme == "https"
         host_line = f"Host: {parts.netloc.rpartition('@')[2]}\r\n".encode()
         is_name = not all(char in "0123456789.:abcdef" for char in parts.hostname)

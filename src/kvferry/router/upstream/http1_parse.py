@@ -1,6 +1,7 @@
-"""A worker's HTTP/1.1 answer, from bytes as they come. No I/O. llhttp (httptools) reads it; the bounds are ours.
+"""Parses a worker's HTTP/1.1 answer from its bytes, without I/O. llhttp (httptools) does the parsing; this module adds
+limits on sizes.
 
-What a worker sends in excess of its answer is an error of that connection, never the beginning of the next answer.
+Bytes after the end of an answer are an error of the connection, never the beginning of the next answer.
 """
 
 from httptools import HttpParserError, HttpResponseParser
@@ -11,39 +12,39 @@ __all__ = ["BadAnswer", "ResponseParser"]
 
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_FRAMING_BYTES = 16 << 10
-"""Of chunk sizes with their extensions, and trailers, between two parts of a body."""
+"""The limit on chunk sizes with their extensions, and on trailers, between two parts of a body."""
 
 
 class BadAnswer(PeerError):
-    """Not HTTP/1.1, or out of bounds."""
+    """The answer is not HTTP/1.1, or exceeds a limit."""
 
 
 class ResponseParser:
-    """One answer. `feed` until `complete`; `parts` are taken by the reader."""
+    """Parses one answer. It is fed until `complete`; the reader takes `parts`."""
 
     __slots__ = ("_headed", "_parser", "_trailer_bytes", "_unseen", "complete", "headers", "keep_alive", "parts",
                  "size", "status")  # fmt: skip
 
     def __init__(self) -> None:
         self.status = 0
-        """0 until the head is here."""
+        """The HTTP status; 0 until the head is complete."""
         self.headers: dict[str, str] = {}
-        """Names in lower case; one that is repeated has its values joined by a comma."""
+        """The headers, with names in lower case. The values of a repeated header are joined by a comma."""
         self.parts: list[bytes] = []
-        """Of the body, as they came, without the framing of chunks."""
+        """The parts of the body as they arrived, without chunk framing."""
         self.size = 0
-        """Bytes of the body so far."""
+        """The number of bytes of the body so far."""
         self.complete = False
         self.keep_alive = False
-        """The connection can be used again, once complete."""
+        """True if the connection can be used again once the answer is complete."""
         self._parser = HttpResponseParser(self)
         self._headed = False
         self._unseen = 0
-        """Bytes that were fed since the last head or part of a body."""
+        """The number of bytes that were fed since the last head or part of a body."""
         self._trailer_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """More bytes. Raises BadAnswer; then the connection is of no further use."""
+        """Parses more bytes. Raises BadAnswer, after which the connection cannot be used any more."""
         if self.complete:
             raise BadAnswer(f"{len(data)} bytes came after the end of the answer")
         self._unseen += len(data)
@@ -62,11 +63,11 @@ class ResponseParser:
             raise BadAnswer(f"{what} has more than {limit} bytes")
 
     def feed_end(self) -> None:
-        """The worker has closed the connection. Raises BadAnswer if the answer is not whole."""
+        """Notes that the worker has closed the connection. Raises BadAnswer if the answer is not complete."""
         if self._headed and not self._framed:
             self.complete = True
         if not self.complete:
-            where = "in the middle of its body" if self._headed else "before its head was whole"
+            where = "in the middle of its body" if self._headed else "before its head was complete"
             raise BadAnswer(f"the connection was closed {where}")
 
     @property
@@ -81,7 +82,7 @@ class ResponseParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key, text = name.decode("ascii", "replace").lower(), value.strip(b" \t").decode("utf-8", "replace")
-        if self._headed:  # a trailer, which nobody reads
+        if self._headed:  # a trailer, which is ignored
             self._trailer_bytes += len(name) + len(value)
             if self._trailer_bytes > _MAX_FRAMING_BYTES:
                 raise BadAnswer(f"the trailer has more than {_MAX_FRAMING_BYTES} bytes")
@@ -91,13 +92,13 @@ class ResponseParser:
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status == 101:
-            raise BadAnswer("it switches protocols, which nobody asked for")
+            raise BadAnswer("it switches protocols, which was not asked for")
         if status < 200:
             self.headers = {}
             return  # an interim answer: the real one follows
         coding = self.headers.get("transfer-encoding")
         if coding is not None and (coding.lower() != "chunked" or self._parser.get_http_version() != "1.1"):
-            raise BadAnswer(f"transfer-encoding={coding!r} is not understood")
+            raise BadAnswer(f"transfer-encoding={coding!r} is not supported")
         self.status, self._headed, self._unseen = status, True, 0
         # Without a length the answer ends with the connection.
         self.keep_alive = self._parser.should_keep_alive() and (self._framed or status in (204, 304))

@@ -1,7 +1,8 @@
-"""Hand-offs that nobody will take: prefill is told, so that its blocks don't wait for the end of their lease.
+"""Tells prefill workers about hand-offs that no decode worker will take, so that their blocks are freed before the
+lease ends.
 
-It is only a courtesy: whatever becomes of the message, the lease ends the grant. So it is sent once, beside everything
-else, and a failure is only noted.
+This only saves time: the lease ends the grant whatever becomes of the message. So it is sent once, in the background,
+and a failure is only logged.
 """
 
 import asyncio
@@ -9,8 +10,9 @@ import logging
 
 import aiohttp
 
-from kvferry.router.fleet.workers import Worker, reason_of
-from kvferry.router.upstream.attempts import Upstream
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import reason_of
+from kvferry.router.upstream.worker_client import Upstream
 
 __all__ = ["RELEASE_PATH", "Releases"]
 
@@ -18,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 RELEASE_PATH = "/v1/kvferry/release"
 _MAX_OPEN = 256
-"""More at once are left to their leases: many clients hang up together when something else is wrong."""
+"""Beyond this many at once, hand-offs are left to their leases: many clients hang up together if something else is
+wrong."""
 
 
 class Releases:
-    """One a router."""
+    """Sends the messages. There is one per router."""
 
     def __init__(self, upstream: Upstream, timeout_s: float) -> None:
         self._upstream = upstream
@@ -30,14 +33,15 @@ class Releases:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def release_soon(self, prefill: Worker, transfer_id: str, reason: str) -> None:
-        """Tell this prefill worker that nobody will take this transfer. On the event loop; never blocks or raises."""
+        """Tells this prefill worker that the transfer will not be taken. Called on the event loop; never blocks or
+        raises."""
         if len(self._tasks) < _MAX_OPEN:
             task = asyncio.create_task(self._release(prefill, transfer_id, reason))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Give up what is still being sent."""
+        """Cancels the messages that are still being sent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -48,9 +52,9 @@ class Releases:
             async with self._upstream.session.post(
                 prefill.url + RELEASE_PATH, json=body, timeout=self._timeout
             ) as response:
-                told = f"status {response.status}: {(await response.content.read(200))!r}"
+                answer = f"status {response.status}: {(await response.content.read(200))!r}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            told = reason_of(error)
+            answer = reason_of(error)
         logger.debug(
-            "hand-off given up transfer=%s peer=%s cause=%s answer=%s", transfer_id, prefill.name, reason, told
+            "hand-off given up transfer=%s peer=%s cause=%s answer=%s", transfer_id, prefill.name, reason, answer
         )

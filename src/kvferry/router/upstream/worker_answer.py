@@ -1,46 +1,33 @@
-"""A worker's answer as it is read: the limits on each wait, and the failures told apart.
+"""Reads a worker's answer, limits each wait for it, and turns what goes wrong into WorkerFailed.
 
-A chunk of a stream costs no timer of its own: see deadlines.
+A chunk of a stream needs no timer of its own: see `deadlines`.
 """
 
 import asyncio
 import math
 from collections.abc import Mapping
 
-from kvferry.errors import PeerError
-from kvferry.router.fleet.workers import Worker, reason_of
+from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import reason_of
 from kvferry.router.upstream.http1 import Connection
 from kvferry.router.upstream.http1_parse import BadAnswer
 
-__all__ = ["Answer", "WorkerFailed"]
-
-
-class WorkerFailed(PeerError):
-    """A worker did not answer as it should, and nothing of its answer has gone to the client."""
-
-    def __init__(
-        self, worker: Worker, reason: str, *, reached: bool, status: int = 502, answered: bool = False
-    ) -> None:
-        super().__init__(f"{worker.name} ({worker.url}) {reason.strip() or 'has failed, and nothing says why'}")
-        self.worker = worker
-        self.reached = reached
-        """It may have worked on the request."""
-        self.answered = answered
-        """It said itself that it failed: nothing of the request is left there."""
-        self.status = status
-        """What the client is told, if nobody else can help: 503 for overload, 504 for a time-out, else 502."""
+__all__ = ["Answer"]
 
 
 class Answer:
-    """Status and headers are here; the body is to be read, by one task. A `Wait` of its worker: see `Worker.waits`."""
+    """An answer whose status and headers are here; one task reads its body. It is a `Wait` of its worker: see
+    `Worker.ending`."""
 
     def __init__(self, worker: Worker, connection: Connection, pause_s: float) -> None:
-        """The connection has the head of the answer. `pause_s`: the worker must not be silent for longer within it."""
+        """The connection must have the head of the answer. `pause_s` limits how long the worker may be silent within
+        its body."""
         self.waiting_since_s: float | None = None
         self.status = connection.parser.status
-        """Of HTTP."""
+        """The HTTP status."""
         self.headers: Mapping[str, str] = connection.parser.headers
-        """As the worker sent them, names in lower case."""
+        """The headers as the worker sent them, with names in lower case."""
         self._worker = worker
         self._connection = connection
         self._pause_s = pause_s
@@ -48,11 +35,11 @@ class Answer:
 
     @property
     def content_type(self) -> str:
-        """Without parameters."""
+        """The content type without its parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:
-        """The whole body. Raises WorkerFailed if it breaks off."""
+        """Returns the whole body. Raises WorkerFailed if it breaks off."""
         self.waiting_since_s = self._loop.time()
         try:
             while not self._connection.parser.complete:
@@ -65,7 +52,7 @@ class Answer:
         return self._connection.take()
 
     async def read_some(self) -> bytes:
-        """The next bytes, as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""
+        """Returns the next bytes as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""
         parser = self._connection.parser
         if not parser.parts:
             self.waiting_since_s = self._loop.time()
@@ -81,18 +68,20 @@ class Answer:
         return self._connection.take()
 
     def give_up(self, reason: str) -> None:
-        """End the wait that runs, if one does, as WorkerFailed with this reason. On the event loop; never blocks."""
+        """Ends the current wait, if there is one, with a WorkerFailed of this reason. Called on the event loop; never
+        blocks."""
         if self.waiting_since_s is not None:
             failure = WorkerFailed(self._worker, reason, reached=True, status=504)
             self._connection.fail(failure)  # wakes the reader; what came before it is not lost
 
     @property
     def due_s(self) -> float:
-        """See Deadlines: while the client is slow to take what is here, nobody waits for the worker."""
+        """The loop time by which the next bytes must have come. Infinity while the router does not wait for the worker,
+        as when the client is slow to take what is here."""
         return math.inf if self.waiting_since_s is None else self.waiting_since_s + self._pause_s
 
     def on_due(self) -> None:
-        """It is silent."""
+        """Gives up, as `Deadlines` calls it: the worker has been silent for too long."""
         self.give_up(f"paused for {self._pause_s:g} s in its answer")
 
     def _broke_off(self, error: Exception) -> WorkerFailed:

@@ -1,33 +1,34 @@
-"""HTTP of the dashboard: a page, its two files, and what they ask for.
+"""The dashboard's HTTP: a page with its two files, and the data that they fetch.
 
-The page and its files are the same for everybody. What they ask for (/ui/state, /ui/events, /ui/request) is behind the
-router's keys like everything else; the page asks its user for one. Nothing is loaded from anywhere else, and the
-browser is told not to (Content-Security-Policy).
+The page and its files are the same for everyone, so they need no key. The data (/ui/state, /ui/events, /ui/request)
+needs one of the router's keys like everything else; the page asks its user for it. Nothing is loaded from elsewhere,
+and a Content-Security-Policy keeps the browser from doing so.
 """
 
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from importlib import resources
-from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientSession, web
 
-from kvferry.router.context import RouterContext
-from kvferry.router.observe.fleet_view import fleet_view
-from kvferry.router.observe.timeline import Timelines
+from kvferry.router.observe.fleet_view import FleetView
+from kvferry.router.observe.timeline import MAX_KEPT, Timelines
 from kvferry.router.observe.timeline_collect import Collector
 from kvferry.router.observe.ui.state import fleet_state, request_state
 from kvferry.web.api_errors import ApiError
 
-__all__ = ["Dashboard"]
+__all__ = ["PAGE_PATHS", "Dashboard"]
 
 _FILES = {
     "/ui": ("index.html", "text/html"),
     "/ui/app.js": ("app.js", "text/javascript"),
     "/ui/style.css": ("style.css", "text/css"),
 }
+PAGE_PATHS = frozenset({"/", *_FILES})
+"""The page with its files, and `/`, which redirects to it. They are the same for everyone and need no key."""
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -43,12 +44,16 @@ _MAX_WATCHERS = 32
 
 
 class Dashboard:
-    """One a router. Costs nothing while nobody looks."""
+    """Serves the dashboard. There is one per router; it costs nothing while no page is open."""
 
-    def __init__(self, shared: RouterContext, timelines: Timelines, collector: Collector) -> None:
-        self._shared = shared
+    def __init__(
+        self, view: FleetView, timelines: Timelines, collector: Collector, session: Callable[[], ClientSession]
+    ) -> None:
+        """`session` returns the session with which workers are asked; it exists once the application has started."""
+        self._view = view
         self._timelines = timelines
         self._collector = collector
+        self._session = session
         self._num_watchers = 0
         self._state: tuple[float, bytes] = (float("-inf"), b"")
         self._asked_s = float("-inf")
@@ -56,7 +61,8 @@ class Dashboard:
         self._ending = asyncio.Event()
 
     def attach(self, app: web.Application) -> None:
-        """Add the routes, before the application starts."""
+        """Adds the routes, before the application starts."""
+        app.router.add_get("/", self._to_page)
         for path in _FILES:
             app.router.add_get(path, self._file)
         app.router.add_get("/ui/state", self._get_state)
@@ -65,10 +71,13 @@ class Dashboard:
         app.on_shutdown.append(self._on_shutdown)
 
     async def _on_shutdown(self, _: web.Application) -> None:
-        self._ending.set()  # an open dashboard must not hold up the router's end
+        self._ending.set()  # an open page must not delay the router's end
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
+
+    async def _to_page(self, _: web.Request) -> web.Response:
+        raise web.HTTPFound("/ui")
 
     async def _file(self, request: web.Request) -> web.Response:
         name, kind = _FILES[request.path]
@@ -79,7 +88,7 @@ class Dashboard:
         return web.Response(body=self._now(), content_type="application/json", headers=_HEADERS)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: the whole state, once a second, until the client hangs up or the router ends."""
+        """Sends the whole state once a second, as server-sent events, until the client hangs up or the router ends."""
         if self._num_watchers >= _MAX_WATCHERS:
             raise ApiError(
                 503, f"{self._num_watchers} dashboards are open and at most {_MAX_WATCHERS} are served: close one",
@@ -100,7 +109,7 @@ class Dashboard:
         return response
 
     async def _request(self, request: web.Request) -> web.Response:
-        """One request's time line: `?number=` (unique), or `?id=` (the latest with this X-Request-Id)."""
+        """Answers with one request's time line: `?number=` (unique), or `?id=` (the latest with this X-Request-Id)."""
         number, request_id = request.query.get("number", ""), request.query.get("id", "")
         if number.isascii() and number.isdigit() and len(number) < 16:
             line = self._timelines.open.get(int(number)) or self._timelines.ended.get(int(number))
@@ -108,28 +117,26 @@ class Dashboard:
             line = self._timelines.find(request_id)
         if line is None:
             raise ApiError(
-                404, f"no request {number or request_id!r} is remembered: the open ones are, and the latest",
+                404, f"no request {number or request_id!r} is remembered: the router keeps the open requests and the "
+                f"latest {MAX_KEPT} that have ended",
                 code="request_not_found",
             )  # fmt: skip
-        workers = self._shared.fleet.workers
-        parts = await self._collector.parts_of(self._shared.upstream.session, workers, line)
+        parts = await self._collector.parts_of(self._session(), self._view.fleet.workers, line)
         body = msgspec.json.encode(request_state(line, parts, time.monotonic()))
         return web.Response(body=body, content_type="application/json", headers=_HEADERS)
 
     def _now(self) -> bytes:
-        """The state, made at most twice a second, however many look."""
+        """Returns the state. It is made at most twice a second, however many pages are open."""
         now_s = time.monotonic()
         if now_s - self._asked_s >= _TOTALS_EVERY_S and (self._asking is None or self._asking.done()):
             self._asked_s = now_s
             self._asking = asyncio.create_task(self._ask_totals())
         if now_s - self._state[0] >= _EVERY_S / 2:
-            view: dict[str, Any] = fleet_view(self._shared, now_s)
-            self._state = (
-                now_s, msgspec.json.encode(fleet_state(view, self._timelines, self._collector.totals, now_s)),
-            )  # fmt: skip
+            state = fleet_state(self._view.state(now_s), self._timelines, self._collector.totals, now_s)
+            self._state = (now_s, msgspec.json.encode(state))
         return self._state[1]
 
     async def _ask_totals(self) -> None:
-        session = self._shared.upstream.session
-        decode = [worker for worker in self._shared.fleet.decode if worker.down is None]
+        session = self._session()
+        decode = [worker for worker in self._view.fleet.decode if worker.down is None]
         await asyncio.gather(*(self._collector.ask(session, worker, ()) for worker in decode))

@@ -1,4 +1,4 @@
-"""What the dashboard shows, as JSON-ready builtins. Times are milliseconds; no prompt and no answer is ever in it."""
+"""What the dashboard shows, as JSON-ready builtins. Times are in milliseconds. It never has a prompt or an answer."""
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -21,7 +21,7 @@ def fleet_state(
     totals: Mapping[tuple[str, str], HandoffTotals],
     now_s: float,
 ) -> dict[str, Any]:
-    """The page's live part: `view` is the router's own view of its fleet, `totals` what decode says it was given."""
+    """Returns the page's live part. `view` is `FleetView.state`; `totals` are the hand-offs that decode reports."""
     pairs = [{**pair, **_traffic(totals.get((pair["prefill"], pair["decode"])))} for pair in view["pairs"]]
     opened = list(islice(timelines.open.values(), _MAX_OPEN))
     recent = list(islice(reversed(timelines.ended.values()), _MAX_RECENT))
@@ -36,10 +36,10 @@ def fleet_state(
 
 
 def request_state(line: Timeline, parts: Sequence[WorkerPart], now_s: float) -> dict[str, Any]:
-    """One request: its spans, where its time went, and what its workers say of it."""
+    """Returns one request: its spans, the breakdown of its time, and what its workers report about it."""
     spans = spans_of(line, parts, now_s=now_s)
     asked = dict.fromkeys(str(event.fields["worker"]) for event in line.events if event.name.endswith(".sent"))
-    told = {part.engine for part in parts}
+    reporting = {part.engine for part in parts}
     return {
         **_row(line, now_s),
         "spans": [
@@ -71,7 +71,7 @@ def request_state(line: Timeline, parts: Sequence[WorkerPart], now_s: float) -> 
             }
             for part in parts
         ],
-        "silent": [engine for engine in asked if engine not in told],
+        "silent": [engine for engine in asked if engine not in reporting],
     }
 
 

@@ -1,4 +1,4 @@
-"""Requests to workers: one attempt, until its answer has begun."""
+"""The client end of the router: sends one request to one worker, and waits until its answer has begun."""
 
 import asyncio
 import logging
@@ -8,25 +8,27 @@ from contextlib import asynccontextmanager
 import aiohttp
 import msgspec
 
-from kvferry.router.fleet.workers import Worker, reason_of
+from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.workers import reason_of
 from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream.deadlines import Deadlines
 from kvferry.router.upstream.http1 import Connection, Pool, Unreachable
 from kvferry.router.upstream.http1_parse import BadAnswer
-from kvferry.router.upstream.worker_answer import Answer, WorkerFailed
+from kvferry.router.upstream.worker_answer import Answer
 
 __all__ = ["Upstream"]
 
 logger = logging.getLogger(__name__)
 
-_ELSEWHERE = frozenset({429})
-"""Client errors that another worker may not have."""
-_VLLM_TELLS_NOTHING = "Internal server error"
-"""Its whole text for a hand-off that failed: no connector can set another one."""
+_RETRY_ELSEWHERE = frozenset({429})
+"""Client errors after which another worker is tried: it may not answer with the same error."""
+_VLLM_GIVES_NO_REASON = "Internal server error"
+"""vLLM's whole text for a hand-off that failed: no connector can set another one."""
 
 
 class Upstream:
-    """The router's client end: connections to workers, which are kept."""
+    """Sends requests to workers, over connections that it keeps."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
@@ -36,23 +38,23 @@ class Upstream:
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        """For what is rare: health checks, releases, what the dashboard asks."""
+        """The session for rare requests: health checks, releases, and the dashboard's questions."""
         assert self._session is not None, "the router opens the session at start-up"
         return self._session
 
     async def start(self) -> None:
-        """Open the session, on the running loop."""
+        """Opens the session on the running loop."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-        # Bodies are passed on as they are: neither side's compression is undone.
+        # Bodies are passed on unchanged: the compression of either side is not undone.
         self._session = aiohttp.ClientSession(
             connector=connector, auto_decompress=False, skip_auto_headers=("Accept-Encoding", "User-Agent")
         )
 
     async def stop(self) -> None:
-        """Close every connection."""
+        """Closes every connection."""
         self._pool.stop()
         self._deadlines.stop()
-        await asyncio.sleep(0)  # transports let go of their sockets in the loop's next turn
+        await asyncio.sleep(0)  # transports release their sockets in the loop's next iteration
         if self._session is not None:
             await self._session.close()
 
@@ -60,7 +62,8 @@ class Upstream:
     async def post(
         self, worker: Worker, path: str, body: bytes, headers: Mapping[str, str], *, headers_within_s: float
     ) -> AsyncIterator[Answer]:
-        """The answer's status and headers are here; its body is to be read. A 5xx, or a 429, is a WorkerFailed.
+        """Sends a POST and yields the answer once its status and headers are here; the body is still to be read. Raises
+        WorkerFailed for a 5xx or a 429.
 
         Leaving the context before the whole body was read closes the connection, which aborts the request upstream.
         """
@@ -73,7 +76,7 @@ class Upstream:
                 answer = Answer(worker, connection, self._settings.between_bytes_timeout_s)
                 self._deadlines.add(answer)
                 with worker.ending(answer):
-                    if answer.status >= 500 or answer.status in _ELSEWHERE:
+                    if answer.status >= 500 or answer.status in _RETRY_ELSEWHERE:
                         raise await _refusal(worker, answer)
                     yield answer
             finally:
@@ -86,12 +89,12 @@ class Upstream:
         try:
             return await self._pool.acquire(worker.url, limit_s)
         except TimeoutError as error:
-            raise WorkerFailed(worker, "takes no connection", reached=False, status=504) from error
+            raise WorkerFailed(worker, "accepts no connection", reached=False, status=504) from error
         except Unreachable as error:
             raise WorkerFailed(worker, str(error), reached=False) from error
 
     async def _begin(self, worker: Worker, connection: Connection, within_s: float) -> None:
-        """Wait for status and headers. Pauses within the answer are timed where it is read."""
+        """Waits for status and headers. `Answer` limits the pauses within the body."""
         wait = _Begin(worker, connection, within_s)
         self._deadlines.add(wait)
         try:
@@ -115,11 +118,11 @@ class _Begin:
         self._connection = connection
 
     def give_up(self, reason: str) -> None:
-        """End the wait now."""
+        """Ends the wait now."""
         self._connection.fail(WorkerFailed(self._worker, reason, reached=True, status=504))
 
     def on_due(self) -> None:
-        """See Deadlines."""
+        """Gives up, as `Deadlines` calls it once the time is over."""
         self.give_up(f"has not begun to answer in {self._within_s:g} s")
 
 
@@ -127,8 +130,8 @@ async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
     body = await answer.read()
     status = 503 if answer.status in (429, 503) else 502
     message = _message_in(body)
-    if message == _VLLM_TELLS_NOTHING and worker.info is not None and worker.info.kind == "vllm":
-        message += " (vLLM tells no reason; its log does: 'request fails, by kv_load_failure_policy ... cause=')"
+    if message == _VLLM_GIVES_NO_REASON and worker.info is not None and worker.info.kind == "vllm":
+        message += " (vLLM gives no reason; its log does: 'request fails, by kv_load_failure_policy ... cause=')"
     return WorkerFailed(worker, f"answered {answer.status}: {message}", reached=True, status=status, answered=True)
 
 
