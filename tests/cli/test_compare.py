@@ -134,7 +134,7 @@ def test_layouts_that_do_not_fit_are_refused_too(tmp_path: Path, capsys: pytest.
 def test_files_that_are_no_facts(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(body)
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
-    assert "does not tell the facts of a worker" in capsys.readouterr().err
+    assert "does not hold the facts of a worker" in capsys.readouterr().err
 
 
 def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,14 +61,15 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def test_the_table_has_a_line_an_edge(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", *files, "--tokens", "50"]) == ExitCode.OK
     out = capsys.readouterr().out.splitlines()
-    assert out[0].split() == ["from", "to", "layers", "parts", "heads", "runs", "bytes/run", "bytes", "how", "ms"]
+    assert out[0].split() == ["from", "to", "layers", "parts", "heads", "runs", "bytes/run", "size", "how", "ms"]
     assert [line.split()[:3] for line in out[1:5]] == [
         ["0", "0", "layers.0-1.attn"],
         ["1", "0", "layers.0-1.attn"],
         ["2", "0", "layers.2.attn"],
         ["3", "0", "layers.2.attn"],
     ]
-    assert "50 tokens from 4 to 1 ranks: 4 edges" in out[-1]
+    assert "50 tokens from 4 prefill ranks to 1 decode rank: 4 edges, " in out[-1]
+    assert out[-1].endswith(" ms.")
 
 
 def test_json_is_one_object_a_line_and_the_bytes_are_right(files: tuple[str, str], capsys: Capture) -> None:
@@ -102,7 +103,7 @@ def test_a_pair_that_does_not_fit_is_told_in_one_line(tmp_path: Path, capsys: Ca
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert "encoding: local='bf16' remote='fp8_e4m3'" in captured.err
+    assert "encoding: B='bf16' A='fp8_e4m3'" in captured.err
 
 
 def test_more_tokens_than_fit(files: tuple[str, str], capsys: Capture) -> None:
@@ -148,7 +149,7 @@ def worker() -> Iterator[str]:
 def test_a_live_worker_and_what_it_saved(worker: str, tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", worker, files[1], "--tokens", "20"]) == ExitCode.OK
     live = capsys.readouterr().out
-    assert "20 tokens from 2 to 1 ranks" in live
+    assert "20 tokens from 2 prefill ranks to 1 decode rank" in live
     (tmp_path / "facts.json").write_bytes(_Worker.body)
     assert main(["plan", str(tmp_path / "facts.json"), files[1], "--tokens", "20"]) == ExitCode.OK
     assert capsys.readouterr().out == live
@@ -165,10 +166,12 @@ def test_a_file_that_is_something_else(tmp_path: Path, files: tuple[str, str], c
     assert "neither a layout file nor the description of a worker" in capsys.readouterr().err
 
 
-def test_facts_of_a_model_have_no_layout(tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
+def test_facts_that_an_older_release_saved_have_no_layout(
+    tmp_path: Path, files: tuple[str, str], capsys: Capture
+) -> None:
     (tmp_path / "facts.json").write_text('{"engine": "-", "role": "both", "facts": {}}')
     assert main(["plan", str(tmp_path / "facts.json"), files[1]]) == ExitCode.ERROR
-    assert "has facts, and no layout: save it from a running worker" in capsys.readouterr().err
+    assert "has facts and no layout. Save it again with this version" in capsys.readouterr().err
 
 
 def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,9 @@ async def test_a_fleet_hands_over_and_one_ctrl_c_ends_it(  # R12, R16, R36
         chunks = [chunk async for chunk in stream]
     assert chunks[-1].kvferry["handed_over"] > 0  # type: ignore[attr-defined]
     err = fleet.end(signal.SIGINT, ExitCode.OK)
-    assert "[prefill-0]" in err
+    assert "[prefill-0]" not in err  # quiet, unless asked
+    assert f"dashboard          {fleet.url}/ui" in err
+    assert err.count(f"{fleet.url}/ui") == 1
     assert "all processes have ended" in err
 
 

@@ -1,15 +1,17 @@
-"""`kvferry compare A B`: may these two workers share a cache, and if not: which fact, which side, what to type."""
+"""`kvferry compare A B`: says whether two workers can share a cache, or which fact differs and what to type."""
 
 import argparse
 import json
 import sys
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.worker_description import Told, layout_problem, load_told
+from kvferry.cli.support.shape_flags import add_shape_flags, shapes
+from kvferry.cli.support.terminal import Terminal, styled
+from kvferry.cli.support.worker_description import WorkerDescription, layout_problem, load_description
 from kvferry.handshake.fact import FactKind
 from kvferry.handshake.values import FactValue
 from kvferry.handshake.verdict import Row, Verdict, VerdictKind, show, verdict
+from kvferry.settings import Role
 
 __all__ = ["add_arguments", "print_rows", "run"]
 
@@ -17,16 +19,20 @@ _COLOURS = {FactKind.MUST_MATCH: "red", FactKind.BRIDGED: "yellow", FactKind.INF
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two sides, in any order."""
-    parser.add_argument("a", metavar="A", help="a worker's URL, or a file that `kvferry facts` saved")
-    parser.add_argument("b", metavar="B", help="the other side")
-    parser.add_argument("--strict", action="store_true", help="as if one of them ran with --strict")
-    parser.add_argument("--json", action="store_true", help="one object: verdict, and a row for each fact that differs")
+    """Adds the two sides, in any order, and the flags."""
+    parser.add_argument(
+        "a", metavar="A", help="a worker's URL, a file that `kvferry facts` saved, or a model (as the prefill worker)"
+    )
+    parser.add_argument("b", metavar="B", help="the other side; a model is the decode worker")
+    parser.add_argument("--strict", action="store_true", help="compare as if one of them ran with --strict")
+    parser.add_argument("--json", action="store_true", help="print one object: the verdict, and each fact that differs")
+    add_shape_flags(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """0: compatible, with or without notes. 3: refused."""
-    a, b = load_told(args.a), load_told(args.b)
+    """Compares and prints. 0: compatible, with or without notes. 3: refused."""
+    shape_a, shape_b = shapes(args)
+    a, b = load_description(args.a, shape_a, Role.PREFILL), load_description(args.b, shape_b, Role.DECODE)
     answer = verdict(a.facts, b.facts, strict=args.strict)
     problem = None if answer.refused else layout_problem(a, b)
     kind = VerdictKind.REFUSED if problem else answer.kind
@@ -38,8 +44,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _as_json(answer: Verdict, kind: VerdictKind, problem: str | None) -> dict[str, object]:
-    told = answer.to_json()
-    rows = told["rows"]
+    rows = answer.to_json()["rows"]
     assert isinstance(rows, list), "to_json gives a list of rows"
     if problem:
         layout = {"fact": "layout", "class": str(FactKind.MUST_MATCH), "a": None, "b": None, "remedy": problem}
@@ -47,35 +52,32 @@ def _as_json(answer: Verdict, kind: VerdictKind, problem: str | None) -> dict[st
     return {"verdict": str(kind), "rows": rows}
 
 
-def _print(terminal: Terminal, a: Told, b: Told, answer: Verdict, problem: str | None) -> None:
+def _print(
+    terminal: Terminal, a: WorkerDescription, b: WorkerDescription, answer: Verdict, problem: str | None
+) -> None:
     terminal.line(f"a: {a.member.name} ({a.member.role})")
     terminal.line(f"b: {b.member.name} ({b.member.role})")
     print_rows(terminal, answer.rows)
     if problem:
-        terminal.line(f"  {terminal.paint('layout', 'red')}: {problem}")
+        terminal.line("  ", ("layout", "red"), f": {problem}")
     if problem or answer.refused:
-        terminal.line(terminal.paint("refused: they cannot share a cache", "red"))
+        terminal.line(("refused: they cannot share a cache", "red"))
     elif answer.kind is VerdictKind.NOTES:
-        terminal.line(terminal.paint("compatible; what differs is bridged", "yellow"))
+        terminal.line(("compatible; what differs is bridged", "yellow"))
     else:
-        terminal.line(terminal.paint("compatible", "green"))
+        terminal.line(("compatible", "green"))
 
 
 def print_rows(terminal: Terminal, rows: tuple[Row, ...], a: str = "a", b: str = "b") -> None:
-    """A table: what must match first, then what is bridged, then what is only shown."""
+    """Prints a table of facts: those that must match first, then those that are bridged or only shown."""
     if not rows:
         return
     ordered = sorted(rows, key=lambda row: list(FactKind).index(row.kind))
-    cells = [(row.fact, str(row.kind), _short(row.a), _short(row.b)) for row in ordered]
-    head = ("fact", "class", a, b)
-    widths = [max(len(line[column]) for line in (head, *cells)) for column in range(len(head))]
-
-    def aligned(line: tuple[str, ...]) -> str:
-        return "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
-
-    terminal.line("  " + terminal.paint(f"{aligned(head)}  what to do", "bold"))
-    for row, line in zip(ordered, cells, strict=True):
-        terminal.line("  " + terminal.paint(aligned(line), _COLOURS[row.kind]) + f"  {row.remedy(a, b)}")
+    cells = [
+        (row.fact, styled((str(row.kind), _COLOURS[row.kind])), _short(row.a), _short(row.b), row.remedy(a, b))
+        for row in ordered
+    ]
+    terminal.table(("fact", "class", a, b, "what to do"), cells, indent=2)
 
 
 def _short(value: FactValue) -> str:

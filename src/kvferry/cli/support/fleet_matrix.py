@@ -7,8 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.cli.compare import print_rows
 from kvferry.cli.main import ExitCode
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.worker_description import Told, layout_problem, load_told
+from kvferry.cli.support.terminal import Line, Terminal, styled
+from kvferry.cli.support.worker_description import (
+    WorkerDescription,
+    fetch,
+    is_url,
+    layout_problem,
+    load_description,
+    parse,
+    workers_of_router,
+)
 from kvferry.errors import FerryError
 from kvferry.handshake.fleet_verdict import Cell, fleet_matrix, shared_ids
 from kvferry.handshake.verdict import VerdictKind
@@ -21,17 +29,13 @@ _CORNER = "prefill \\ decode"
 
 
 def run_fleet(urls: Sequence[str], as_json: bool) -> ExitCode:
-    """Ask every worker (side by side), and show every pair. 0: all fit; 3: a pair does not; 4: a worker is silent."""
-    told: list[Told] = []
-    silent: dict[str, str] = {}
-    with ThreadPoolExecutor(max_workers=min(32, len(urls))) as pool:
-        for url, answer in zip(urls, pool.map(_ask, urls), strict=True):
-            if isinstance(answer, Told):
-                told.append(answer)
-            else:
-                silent[url] = str(answer)
-    members = [one.member for one in told]
-    by_name = {one.member.name: one for one in told}
+    """Asks every worker, side by side, and shows every pair. A router stands for the workers of its fleet.
+
+    0: all fit; 1: there is no pair; 3: a pair does not fit, or two engines share an id; 4: a worker does not answer.
+    """
+    described, silent = _ask_all(urls)
+    members = [one.member for one in described]
+    by_name = {one.member.name: one for one in described}
     cells = fleet_matrix(members)
     problems = {
         (cell.prefill.name, cell.decode.name): problem
@@ -42,6 +46,8 @@ def run_fleet(urls: Sequence[str], as_json: bool) -> ExitCode:
     doubles = shared_ids(members)
     refused = any(_kind(cell, problems) is VerdictKind.REFUSED for cell in cells)
     code = ExitCode.UNREACHABLE if silent else ExitCode.INCOMPATIBLE if refused or doubles else ExitCode.OK
+    if code is ExitCode.OK and not cells:
+        code = ExitCode.ERROR
     if as_json:
         _print_json(cells, problems, silent, doubles, code)
     else:
@@ -49,9 +55,34 @@ def run_fleet(urls: Sequence[str], as_json: bool) -> ExitCode:
     return code
 
 
-def _ask(url: str) -> Told | FerryError:
+def _ask_all(urls: Sequence[str]) -> tuple[list[WorkerDescription], dict[str, str]]:
+    """Returns the workers that answer, and why the others do not. A router that is met is replaced by its workers."""
+    described: list[WorkerDescription] = []
+    silent: dict[str, str] = {}
+    waiting, asked = list(dict.fromkeys(urls)), set[str]()
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        while waiting:
+            asked.update(waiting)
+            found: list[str] = []
+            for url, answer in zip(waiting, pool.map(_ask, waiting), strict=True):
+                if isinstance(answer, WorkerDescription):
+                    described.append(answer)
+                elif isinstance(answer, tuple):
+                    found += answer
+                else:
+                    silent[url] = str(answer)
+            waiting = [url for url in dict.fromkeys(found) if url not in asked]
+    return described, silent
+
+
+def _ask(name: str) -> WorkerDescription | tuple[str, ...] | FerryError:
+    """Returns the worker at this place, the workers of a router, or why there is neither."""
     try:
-        return load_told(url)
+        if not is_url(name):
+            return load_description(name)
+        body = fetch(name)
+        workers = workers_of_router(body)
+        return parse(name, body) if workers is None else workers
     except FerryError as error:
         return error
 
@@ -68,8 +99,8 @@ def _print_json(
 ) -> None:
     for cell in cells:
         pair = (cell.prefill.name, cell.decode.name)
-        told = cell.verdict.to_json() | {"verdict": str(_kind(cell, problems)), "layout": problems.get(pair)}
-        print(json.dumps({"prefill": pair[0], "decode": pair[1], **told}))
+        verdict = cell.verdict.to_json() | {"verdict": str(_kind(cell, problems)), "layout": problems.get(pair)}
+        print(json.dumps({"prefill": pair[0], "decode": pair[1], **verdict}))
     for url, error in silent.items():
         print(json.dumps({"url": url, "error": error}))
     kinds = [_kind(cell, problems) for cell in cells]
@@ -95,31 +126,23 @@ def _print_text(cells: Sequence[Cell], problems: _Problems, silent: dict[str, st
         rows = cell.verdict.blocking() if cell.verdict.refused else cell.verdict.rows
         print_rows(terminal, rows, "prefill", "decode")
         if pair in problems:
-            terminal.line(f"  {terminal.paint('layout', 'red')}: {problems[pair]}")
-    for text in doubles:
-        terminal.line(terminal.paint(text, "red"))
-    for error in silent.values():
-        terminal.line(terminal.paint(error, "red"))
+            terminal.line("  ", ("layout", "red"), f": {problems[pair]}")
+    for text in (*doubles, *silent.values()):
+        terminal.line((text, "red"))
 
 
 def _print_matrix(terminal: Terminal, cells: Sequence[Cell], problems: _Problems) -> None:
-    """Prefill workers down, decode workers across; an engine with itself is a dash."""
-    marks = {(cell.prefill.name, cell.decode.name): _kind(cell, problems) for cell in cells}
-    prefills = list(dict.fromkeys(name for name, _ in marks))
-    decodes = list(dict.fromkeys(name for _, name in marks))
-    if not marks:
-        terminal.line("no pair of a prefill and a decode worker is here")
+    """Prints prefill workers down and decode workers across; an engine paired with itself is a dash."""
+    kinds = {(cell.prefill.name, cell.decode.name): _kind(cell, problems) for cell in cells}
+    prefills = list(dict.fromkeys(name for name, _ in kinds))
+    decodes = list(dict.fromkeys(name for _, name in kinds))
+    if not kinds:
+        terminal.line("there is no pair here: give the URLs of a prefill and a decode worker, or of a router")
         return
-    width = max(len(name) for name in (*prefills, _CORNER))
-    columns = [max(len(name), 3) for name in decodes]
-    head = "  ".join(name.ljust(column) for name, column in zip(decodes, columns, strict=True))
-    terminal.line(terminal.paint(f"{_CORNER.ljust(width)}  {head}", "bold"))
+    rows: list[tuple[Line, ...]] = []
     for prefill in prefills:
-        line = []
-        for decode, column in zip(decodes, columns, strict=True):
-            kind = marks.get((prefill, decode))
-            text = ("-" if kind is None else _MARKS[kind]).ljust(column)
-            line.append(text if kind is None else terminal.paint(text, _COLOURS[kind]))
-        terminal.line(f"{prefill.ljust(width)}  {'  '.join(line)}")
-    if VerdictKind.NOTES in marks.values():
-        terminal.line(terminal.paint("* what differs is bridged", "dim"))
+        found = [kinds.get((prefill, decode)) for decode in decodes]
+        rows.append((prefill, *(styled("-" if kind is None else (_MARKS[kind], _COLOURS[kind])) for kind in found)))
+    terminal.table((_CORNER, *decodes), rows)
+    if VerdictKind.NOTES in kinds.values():
+        terminal.line(("* what differs is bridged", "dim"))

@@ -1,7 +1,7 @@
 """Child processes that are started, waited for, watched and ended together. Used by `up` and `demo`.
 
-Life of a child: STARTING -> READY (it wrote its ready-file) -> ENDED (by itself: somebody is told; or by us). Whatever
-happens to the supervisor, no child outlives it: see lifetime.
+Life of a child: STARTING -> READY (it wrote its ready-file) -> ENDED (by itself: `wait_ended` returns it; or by us).
+Whatever happens to the supervisor, no child outlives it: see parent_death.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ _TAIL_LINES = 20
 
 
 class ChildEnded(FerryError):
-    """A child process ended by itself."""
+    """A child process has ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to start: a name for logs, and the arguments of the kvferry command."""
+    """What is to be started: a name for logs, and the arguments of the kvferry command."""
 
     name: str
     argv: tuple[str, ...]
@@ -44,14 +44,14 @@ class ChildSpec:
 
 @dataclass(slots=True)
 class Child:
-    """A started process."""
+    """A process that was started."""
 
     spec: ChildSpec
     process: asyncio.subprocess.Process
     ready_file: Path
     started_s: float
     ready: dict[str, Any] | None = None
-    """What it wrote when it was ready: pid, url, ..."""
+    """What it wrote into its ready-file: pid, url and more."""
     ready_after_s: float = 0.0
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     pump: asyncio.Task[None] | None = None
@@ -59,26 +59,27 @@ class Child:
 
     @property
     def url(self) -> str:
-        """Where it answers, once ready."""
+        """The address at which it answers; only once it is ready."""
         assert self.ready is not None, "only a ready child has an address"
         return str(self.ready["url"])
 
     def how_it_ended(self) -> str:
-        """One line."""
+        """Returns one line: how the process ended, and the last line of its log."""
         code = self.process.returncode
         if code is None:
-            return f"{self.spec.name} runs"
+            return f"{self.spec.name} is running"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        told = [line for line in self.tail if line.strip()]
-        return f"{self.spec.name} (pid {self.process.pid}) {how}" + (f": {told[-1]}" if told else "")
+        lines = [line for line in self.tail if line.strip()]
+        return f"{self.spec.name} (pid {self.process.pid}) {how}" + (f": {lines[-1]}" if lines else "")
 
 
 class Supervisor:
     """Starts children and ends them. An asynchronous context: leaving it ends every child."""
 
-    def __init__(self, on_line: Callable[[str, str], None]) -> None:
-        """`on_line(name, line)` gets every line that a child writes."""
+    def __init__(self, on_line: Callable[[str, str], None], *, log_level: str | None = None) -> None:
+        """`on_line(name, line)` gets every line that a child writes. `log_level`: of the children; None: their own."""
         self._on_line = on_line
+        self._log_level = log_level
         self._directory = tempfile.TemporaryDirectory(prefix="kvferry-")
         self.children: list[Child] = []
         self._hurry = asyncio.Event()
@@ -93,10 +94,11 @@ class Supervisor:
         await asyncio.shield(asyncio.ensure_future(self.stop()))
 
     async def start(self, spec: ChildSpec) -> Child:
-        """Start a process; it has a session of its own, so that a Ctrl-C reaches only the supervisor."""
+        """Starts a process, in a session of its own, so that a Ctrl-C reaches only the supervisor."""
         ready_file = Path(self._directory.name) / f"{spec.name}-{len(self.children)}-{time.monotonic_ns()}.json"
+        level = ("--log-level", self._log_level) if self._log_level is not None else ()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvferry", *spec.argv, "--ready-file", str(ready_file),
+            sys.executable, "-m", "kvferry", *spec.argv, *level, "--ready-file", str(ready_file),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, SUPERVISOR_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
@@ -108,46 +110,41 @@ class Supervisor:
         return child
 
     async def wait_ready(self, children: Sequence[Child], timeout_s: float) -> None:
-        """Until all are ready. Raises ChildEnded if one ends before, FerryError after `timeout_s`."""
+        """Waits until all are ready. Raises ChildEnded if one ends before that, FerryError after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while waiting := [child for child in children if child.ready is None]:
                     for child in waiting:
-                        self._look(child)
+                        _check_ready(child)
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             names = ", ".join(child.spec.name for child in children if child.ready is None)
-            raise FerryError(f"{names} did not become ready in {timeout_s:g} s: look at its log above") from error
-
-    def _look(self, child: Child) -> None:
-        if child.ready_file.exists():
-            child.ready = msgspec.json.decode(child.ready_file.read_bytes(), type=dict[str, Any])
-            child.ready_after_s = time.monotonic() - child.started_s
-        elif child.process.returncode is not None:
-            raise ChildEnded(f"{child.how_it_ended().rstrip('.')}. It was not ready yet: mend that and start again")
+            raise FerryError(
+                f"{names} did not become ready in {timeout_s:g} s. Add -v to see its log, or raise --start-timeout"
+            ) from error
 
     async def wait_ended(self) -> Child:
-        """Until some child has ended by itself, in the order in which they end; it leaves `children`."""
+        """Waits for a child that has ended by itself, in the order in which they end; it leaves `children`."""
         return await self._ended.get()
 
     async def _watch(self, child: Child) -> None:
         await child.process.wait()
         if child.pump is not None:
             await child.pump
-        if child in self.children:  # else we are ending it
+        if child in self.children:  # otherwise we are ending it
             self.children.remove(child)
             self._ended.put_nowait(child)
 
     def hurry(self) -> None:
-        """Kill what has not ended yet: the second Ctrl-C."""
+        """Kills what has not ended yet: the second Ctrl-C."""
         self._hurry.set()
 
     async def stop(self) -> None:
-        """End every child: by signals, and SIGKILL for what is left after some seconds. Idempotent."""
+        """Ends every child: by a signal, and by SIGKILL what is left after some seconds. Idempotent."""
         children, self.children = self.children, []
         for child in children:
-            # TERM ends one that still loads; one that serves would drain first, and INT says that it must not. Only one
-            # of them: the second could come when its handler is gone already, and then it kills.
+            # TERM ends a child that is loading. One that is serving would drain first; INT tells it not to. A child
+            # gets only one of them: a second signal could come when its handler is already gone, and would kill it.
             _signal(child, signal.SIGINT if child.ready_file.exists() else signal.SIGTERM)
         everyone = asyncio.create_task(self._wait_all(children))
         hurry = asyncio.create_task(self._hurry.wait())
@@ -170,18 +167,27 @@ class Supervisor:
         while True:
             try:
                 line = await child.process.stdout.readline()
-            except ValueError:  # a line beyond the reader's limit: its rest comes as the next one
+            except ValueError:  # a line beyond the reader's limit: its rest comes as the next line
                 continue
             if not line:
                 return
-            # A progress line rewrites itself with \r: only its last state counts.
+            # A line of progress rewrites itself with \r: only its last state counts.
             text = line.decode("utf-8", "replace").rstrip("\n").rsplit("\r", 1)[-1]
             child.tail.append(text)
             self._on_line(child.spec.name, text)
 
 
+def _check_ready(child: Child) -> None:
+    """Reads the ready-file if it is there. Raises ChildEnded if the child has ended without one."""
+    if child.ready_file.exists():
+        child.ready = msgspec.json.decode(child.ready_file.read_bytes(), type=dict[str, Any])
+        child.ready_after_s = time.monotonic() - child.started_s
+    elif child.process.returncode is not None:
+        raise ChildEnded(f"{child.how_it_ended().rstrip('.')}. It was not ready yet: mend that and start again")
+
+
 def _signal(child: Child, number: signal.Signals) -> None:
-    """To the child's whole group: it leads one, and may have started processes of its own."""
+    """Signals the child's whole process group: the child leads it, and may have started processes of its own."""
     if child.process.returncode is None or number is signal.SIGKILL:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, number)

@@ -1,93 +1,144 @@
-"""What commands show while they work: plain lines when piped, colour and a spinner on a terminal."""
+"""What the commands show to people: lines, tables and progress, by rich.
+
+On a terminal there is colour and a line that redraws itself. When the output is piped, or NO_COLOR is set, or the
+terminal is dumb, the same text comes as plain lines: no escape sequence, and no line is cut or wrapped.
+"""
 
 import contextlib
-import itertools
 import os
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-__all__ = ["Terminal"]
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
-_COLOURS = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "blue": "34", "cyan": "36"}
+__all__ = ["Line", "Terminal", "styled"]
+
+Line = str | Text
+"""Text, or text with styles: see `styled`."""
+
+_PLAIN_WIDTH = 100_000
+"""Columns where lines are never wrapped."""
 _NAMES = ("cyan", "yellow", "blue", "green")
-_SPINNER = "|/-\\"
+
+
+def styled(*parts: str | tuple[str, str] | Text) -> Text:
+    """Joins parts to one text. A part is plain, or a pair of the text and its style (a rich style, as "bold red")."""
+    return Text.assemble(*parts)
 
 
 class Terminal:
     """Writes to one stream. Safe to call from any thread."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._fancy = self._stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._lock = threading.Lock()
-        self._spinning = False
+        """`stream`: standard error if none is given."""
+        stream = stream or sys.stderr
+        self._fancy = stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._console = Console(
+            file=stream,
+            force_terminal=self._fancy,
+            force_jupyter=False,
+            no_color=not self._fancy,
+            width=None if self._fancy else _PLAIN_WIDTH,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         self._names: dict[str, str] = {}
 
-    def paint(self, text: str, colour: str) -> str:
-        """In colour, where the stream shows colour."""
-        return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self._fancy else text
-
-    def line(self, text: str = "") -> None:
-        """A line."""
-        with self._lock:
-            self._clear()
-            print(text, file=self._stream, flush=True)
+    def line(self, *parts: str | tuple[str, str] | Text) -> None:
+        """Writes a line; the parts are those of `styled`."""
+        self._console.print(styled(*parts))
 
     def write(self, text: str) -> None:
-        """Text as it comes, without a line's end."""
-        with self._lock:
-            self._clear()
-            print(text, end="", file=self._stream, flush=True)
+        """Writes text as it comes, without the end of a line."""
+        self._console.out(text, end="", highlight=False)
+        self._console.file.flush()
 
     def note(self, text: str) -> None:
-        """What is going on."""
-        self.line(self.paint(f"kvferry: {text}", "dim"))
+        """Says what is going on."""
+        self.line((f"kvferry: {text}", "dim"))
 
     def error(self, text: str) -> None:
-        """What went wrong."""
-        self.line(self.paint(f"kvferry: {text}", "red"))
+        """Says what went wrong."""
+        self.line((f"kvferry: {text}", "red"))
 
     def step(self, what: str, detail: str, after_s: float) -> None:
-        """Something is done."""
-        self.line(f"  {self.paint('ok', 'green')}  {what:<18} {self.paint(f'{after_s:5.1f} s  {detail}', 'dim')}")
+        """Says that a step is done, and after how many seconds."""
+        self.line("  ", ("ok", "green"), f"  {what:<18} ", (f"{after_s:5.1f} s  {detail}", "dim"))
 
     def log_line(self, name: str, text: str) -> None:
-        """A line of a child's log."""
+        """Passes on a line of a child's log, with the child's name before it."""
         colour = self._names.setdefault(name, _NAMES[len(self._names) % len(_NAMES)])
-        self.line(f"{self.paint(f'[{name}]', colour)} {text}")
+        self.line((f"[{name}]", colour), f" {text}")
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[Line]], *, right: str = "", indent: int = 0) -> None:
+        """Writes rows beneath their heads, in columns.
+
+        `right` names the heads of the columns that are aligned to the right, separated by spaces. On a terminal a cell
+        that does not fit is wrapped inside its column.
+        """
+        if self._fancy:
+            self._console.print(_rich_table(head, rows, right.split(), indent), soft_wrap=False)
+            return
+        cells = [[str(cell) for cell in row] for row in (head, *rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+        for row in cells:
+            aligned = (
+                cell.rjust(width) if name in right.split() else cell.ljust(width)
+                for cell, width, name in zip(row, widths, head, strict=True)
+            )
+            self.line((" " * indent + "  ".join(aligned)).rstrip())
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A spinner with the seconds, on a terminal; else a line."""
+        """Shows a spinner and the seconds for as long as the context lasts; without a terminal, a line at its start."""
         if not self._fancy:
             self.line(f"  ..  {what}")
             yield
             return
-        stop = threading.Event()
-        spinner = threading.Thread(target=self._spin, args=(what, stop), daemon=True)
-        spinner.start()
-        try:
+        columns = (TextColumn(" "), SpinnerColumn("line"), TextColumn("  {task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task(what, total=None)
             yield
-        finally:
-            stop.set()
-            spinner.join()
 
-    def _spin(self, what: str, stop: threading.Event) -> None:
-        began_s = time.monotonic()
-        for mark in itertools.cycle(_SPINNER):
-            with self._lock:
-                self._spinning = True
-                print(f"\r\x1b[2K  {mark}   {what} {time.monotonic() - began_s:5.1f} s", end="", file=self._stream,
-                      flush=True)  # fmt: skip
-            if stop.wait(0.1):
-                break
-        with self._lock:
-            self._clear()
+    @contextlib.contextmanager
+    def loading(self, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Shows a bar on a terminal; gives a function that moves it on by a number of bytes.
 
-    def _clear(self) -> None:
-        if self._spinning:
-            print("\r\x1b[2K", end="", file=self._stream)
-            self._spinning = False
+        Without a terminal there is one line at the start and none on the way.
+        """
+        if not self._fancy:
+            self.line(f"  ..  {what}")
+            yield lambda num_bytes: None
+            return
+        columns = (TextColumn("  {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(what, total=total_bytes)
+            yield lambda num_bytes: progress.advance(task, num_bytes)
+
+    @contextlib.contextmanager
+    def counting(self, unit: str) -> Iterator[Callable[[int, float], None]]:
+        """Shows a count on a terminal, and nothing elsewhere; gives a function of the count and the seconds."""
+        if not self._fancy:
+            yield lambda count, seconds: None
+            return
+        columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task(f"0 {unit}", total=None)
+            yield lambda count, seconds: progress.update(task, description=f"{count:,} {unit}")
+
+
+def _rich_table(head: Sequence[str], rows: Sequence[Sequence[Line]], right: Sequence[str], indent: int) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    if indent:
+        table.add_column("", width=indent - 2, no_wrap=True)
+    for name in head:
+        table.add_column(Text(name), justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*([""] if indent else []), *row)
+    return table

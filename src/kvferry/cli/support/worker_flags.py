@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvferry.cli.support.parser import metavar_of
 from kvferry.engines.mini.settings import DTYPES, KV_DTYPES, ON_RANK_DEATH, EngineSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
@@ -49,12 +50,12 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Its name in the parsed arguments."""
+        """The name of the parsed value."""
         return self.name.replace("-", "_")
 
     @property
     def default(self) -> Any:
-        """From the settings class."""
+        """The default, from the settings class."""
         return next(one.default for one in dataclasses.fields(self.part) if one.name == self.field)
 
 
@@ -99,15 +100,16 @@ FLAGS = (
 
 
 def add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    """How the engine runs and how KV crosses."""
+    """Adds the flags that say how the engine runs and how KV crosses."""
     engine = parser.add_argument_group("engine")
     ferry = parser.add_argument_group("hand-off")
     for flag in FLAGS:
         group = engine if flag.part is EngineSettings else ferry
         shown = {True: "on", False: "off"}.get(flag.default, flag.default) if flag.parse is _on_off else flag.default
-        default = "" if shown is None else f" (default: {shown})"
-        help_text = field_docs(flag.part)[flag.field].replace("%", "%%") + default
-        kind: dict[str, Any] = {"choices": flag.choices} if flag.choices else {"metavar": flag.field.upper()}
+        text = field_docs(flag.part)[flag.field].replace("%", "%%")
+        help_text = f"{text} (default: {('None' if 'None' in text else 'none') if shown is None else shown})"
+        metavar = metavar_of(flag.field, flag.parse if isinstance(flag.parse, type) else None)
+        kind: dict[str, Any] = {"choices": flag.choices} if flag.choices else {"metavar": metavar}
         parse = str if flag.choices else flag.parse
         group.add_argument(f"--{flag.name}", type=parse, default=None, help=help_text, **kind)
     engine.add_argument(
@@ -116,7 +118,7 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--speculative-config", default=None, metavar="JSON",
-        help=f"{field_docs(EngineSettings)['speculation'].replace('%', '%%')} Keys: see docs/reference/settings.md.",
+        help="Drafts that the model verifies; the keys are those of docs/reference/settings.md (default: none)",
     )  # fmt: skip
     engine.add_argument("--no-prefix-caching", action="store_true", help="Compute every prompt from its first token.")
     ferry.add_argument("--strict", action="store_true", help=field_docs(FerrySettings)["strict"])
@@ -132,7 +134,7 @@ def _given(args: argparse.Namespace, part: type) -> dict[str, Any]:
 
 
 def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
-    """Raises ConfigError for a value out of range."""
+    """Returns the settings of the engine. Raises ConfigError for a value out of range."""
     given = _given(args, EngineSettings)
     if args.cache_gb is not None:
         if not 0 < args.cache_gb < math.inf:
@@ -144,7 +146,7 @@ def engine_settings(model: str, args: argparse.Namespace) -> EngineSettings:
 
 
 def ferry_settings(args: argparse.Namespace) -> FerrySettings:
-    """Raises ConfigError for a value out of range."""
+    """Returns the settings of the hand-off. Raises ConfigError for a value out of range."""
     return FerrySettings(
         transfer=TransferSettings(**_given(args, TransferSettings)),
         lease=LeaseSettings(**_given(args, LeaseSettings)),
@@ -154,14 +156,14 @@ def ferry_settings(args: argparse.Namespace) -> FerrySettings:
 
 
 def check_side_channel(settings: SideChannelSettings) -> None:
-    """A missing or wrong key is told before a model is loaded. Raises ConfigError."""
+    """Raises ConfigError for a missing or wrong key, before a model is loaded."""
     from kvferry.sidechannel.shared_key import load_key, require_key  # late: --help needs no zmq
 
     require_key(load_key(settings), settings.host, "listen there")
 
 
 def worker_argv(args: argparse.Namespace) -> list[str]:
-    """The same flags again, for a child process."""
+    """Returns the same flags again, for a child process."""
     argv = []
     for flag in FLAGS:
         value = getattr(args, flag.dest)
@@ -175,7 +177,7 @@ def worker_argv(args: argparse.Namespace) -> list[str]:
 
 
 def field_docs(settings: type) -> dict[str, str]:
-    """The text beneath each field of a settings class, on one line each."""
+    """Returns the text beneath each field of a settings class, on one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(settings)))
     body = tree.body[0]
     assert isinstance(body, ast.ClassDef), "a settings class is a class"

@@ -1,10 +1,13 @@
-"""The table of `kvferry plan`."""
+"""The rows of `kvferry plan`, and their table."""
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Row", "table", "tidy_layers"]
+from kvferry.cli.support.terminal import Terminal
+from kvferry.cli.support.words import size
+
+__all__ = ["Row", "show_table", "tidy_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,14 @@ class Row:
     runs: int
     bytes: int
     how: str
-    """direct or staged."""
+    """`direct` or `staged`."""
     predicted_ms: float
     direct_ms: float
     staged_ms: float
 
 
 def tidy_layers(names: Iterable[str]) -> list[str]:
-    """Layer names with runs of numbers drawn together."""
+    """Returns the names of layers, with consecutive numbers drawn together to ranges."""
     found: dict[tuple[str, str], list[int]] = {}
     plain: list[str] = []
     for name in names:
@@ -48,10 +51,10 @@ def tidy_layers(names: Iterable[str]) -> list[str]:
     return plain
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Plain text, a line an edge."""
-    head = ("from", "to", "layers", "parts", "heads", "runs", "bytes/run", "bytes", "how", "ms")
-    lines = [
+def show_table(terminal: Terminal, rows: Sequence[Row]) -> None:
+    """Prints one line per edge."""
+    head = ("from", "to", "layers", "parts", "heads", "runs", "bytes/run", "size", "how", "ms")
+    cells = [
         (
             f"{row.source_rank}",
             f"{row.destination_rank}",
@@ -60,18 +63,10 @@ def table(rows: Sequence[Row]) -> str:
             " ".join(row.heads) or "-",
             f"{row.runs}",
             f"{row.bytes // row.runs if row.runs else 0}",
-            f"{row.bytes}",
+            size(row.bytes),
             row.how,
             f"{row.predicted_ms:.2f}",
         )
         for row in rows
     ]
-    widths = [max(len(cells[i]) for cells in (head, *lines)) for i in range(len(head))]
-    left = {2, 3, 4, 8}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ).rstrip()
-        for cells in (head, *lines)
-    )
+    terminal.table(head, cells, right="from to runs bytes/run size ms")
