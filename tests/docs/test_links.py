@@ -90,6 +90,21 @@ def test_links_fit_the_site(hooks: ModuleType, page: str, link: str, fitted: str
     assert hooks.rewrite(link, page) == fitted
 
 
+@pytest.mark.parametrize(
+    ("text", "linked"),
+    [
+        ("As R12 says (R3, R4).", "As [R12](rules.md#r12) says ([R3](rules.md#r3), [R4](rules.md#r4))."),
+        ("| a | R3 R4 |", "| a | [R3](rules.md#r3) [R4](rules.md#r4) |"),
+        ("`R12` and [R12](x.md) stay", "`R12` and [R12](x.md) stay"),
+        ("# About R12", "# About R12"),
+        ("```\nR12\n```\nR1", "```\nR12\n```\n[R1](rules.md#r1)"),
+        ("DeepSeek-R1, R2D2, a/R1", "DeepSeek-R1, R2D2, a/R1"),
+    ],
+)
+def test_numbers_of_rules_become_links(hooks: ModuleType, text: str, linked: str) -> None:
+    assert hooks.link_rules(text, "reference/wire.md") == linked
+
+
 def test_every_link_of_every_page_fits_the_site(hooks: ModuleType) -> None:
     pages = {str(page.relative_to(ROOT / "docs")): page for page in (ROOT / "docs").rglob("*.md")}
     pages |= {"contributing.md": ROOT / "CONTRIBUTING.md", "changelog.md": ROOT / "CHANGELOG.md"}
