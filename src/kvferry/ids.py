@@ -1,5 +1,6 @@
 """The names of things that cross a border, each its own type, so that they cannot be mixed up."""
 
+import secrets
 from typing import NewType
 
 __all__ = ["peer_name"]
@@ -24,3 +25,8 @@ PeerName = NewType("PeerName", str)
 def peer_name(engine: EngineId, incarnation: Incarnation, rank: int) -> PeerName:
     """The name under which a transport knows one rank; it differs after a restart."""
     return PeerName(f"{engine}/{incarnation}/{rank}")
+
+
+def new_incarnation() -> Incarnation:
+    """An incarnation that no other start of any engine has."""
+    return Incarnation(secrets.token_hex(8))

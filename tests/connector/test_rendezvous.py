@@ -1,4 +1,4 @@
-"""Two engines meet over the real side channel; what their worker halves are told, and in which order. R24, I5, I6."""
+"""Two engines meet over the real side channel; what their worker halves learn, and in which order. R24, I5, I6."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.connector.rendezvous import Rendezvous
-from kvferry.handoff.orders import PeerAccepted, PeerGone
+from kvferry.handoff.orders import StepOrders
 from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import Role, SideChannelSettings
@@ -19,21 +19,17 @@ P, D = EngineId("p"), EngineId("d")
 
 
 class End:
-    """An engine's end, and what its worker halves were told: +incarnation introduced, -incarnation departed."""
+    """An engine's end, and what its worker halves learned: +incarnation was accepted, -incarnation is gone."""
 
     def __init__(self, engine: str, incarnation: str, role: Role, clock: FakeClock, *, port: int = 0) -> None:
-        self.told: list[str] = []
+        self.learned: list[str] = []
         self.incarnation = Incarnation(incarnation)
-        self.rendezvous = Rendezvous(
-            SideChannelSettings(port=port, timeout_s=1.0), self._introduce, self._depart, name=engine, clock=clock
-        )
-        self.rendezvous.start(side(engine, incarnation, role))
+        self.rendezvous = Rendezvous(SideChannelSettings(port=port, timeout_s=1.0), name=engine, clock=clock)
+        self.rendezvous.start(side(engine, incarnation, role), self.send)
 
-    def _introduce(self, peer: PeerAccepted) -> None:
-        self.told.append(f"+{peer.incarnation}")
-
-    def _depart(self, peer: PeerGone) -> None:
-        self.told.append(f"-{peer.incarnation}")
+    def send(self, orders: StepOrders) -> None:
+        self.learned += [f"-{peer.incarnation}" for peer in orders.gone]
+        self.learned += [f"+{peer.incarnation}" for peer in orders.accepted]
 
     def view(self, of: "End", engine: EngineId, *, named: bool = True) -> PeerView:
         return self.rendezvous.view(engine, of.incarnation if named else None, of.rendezvous.host, of.rendezvous.port)
@@ -67,11 +63,11 @@ def world() -> Iterator[World]:
         world.close(end)
 
 
-def test_both_are_introduced_once(world: World) -> None:
+def test_both_learn_of_each_other_once(world: World) -> None:
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p1"))
     assert d.meet(p, P).status is PeerStatus.ACCEPTED
-    assert (p.told, d.told) == (["+d1"], ["+p1"])
+    assert (p.learned, d.learned) == (["+d1"], ["+p1"])
 
 
 def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None:
@@ -79,16 +75,16 @@ def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None
     p, d = world.end("p", "p1", Role.BOTH), world.end("d", "d1", Role.BOTH)
     begun, go_on = threading.Event(), threading.Event()
 
-    def slowly(peer: PeerAccepted) -> None:
+    def slowly(orders: StepOrders) -> None:
         begun.set()
         assert go_on.wait(10.0)
-        p._introduce(peer)
+        p.send(orders)
 
-    p.rendezvous._introduce = slowly
+    p.rendezvous._send = slowly
     d.view(p, P)
     assert begun.wait(10.0)
     seen: list[tuple[PeerView, list[str]]] = []
-    looking = threading.Thread(target=lambda: seen.append((p.view(d, D), list(p.told))))
+    looking = threading.Thread(target=lambda: seen.append((p.view(d, D), list(p.learned))))
     looking.start()
     looking.join(0.05)
     go_on.set()
@@ -97,35 +93,35 @@ def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None
 
 
 def test_a_restart_on_the_same_port_works_at_the_first_request(world: World) -> None:
-    """I6. The old incarnation departs before the new one is introduced."""
+    """I6. The old incarnation is gone before the new one is accepted."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     port = p.rendezvous.port
     world.close(p)
     again = world.end("p", "p2", Role.PREFILL, port=port)
     assert d.meet(again, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
-    assert d.told == ["+p1", "-p1", "+p2"]
-    assert again.told == ["+d1"]
+    assert d.learned == ["+p1", "-p1", "+p2"]
+    assert again.learned == ["+d1"]
 
 
-def test_a_lost_peer_departs_and_the_next_request_shakes_hands_again(world: World) -> None:
+def test_a_lost_peer_is_gone_and_the_next_request_shakes_hands_again(world: World) -> None:
     """Whether it has restarted (and the request does not say so), or has only forgotten us."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
-    assert d.told == ["+p1", "-p1"]
+    assert d.learned == ["+p1", "-p1"]
     view = d.view(p, P)
     assert (view.status, view.reason) == (PeerStatus.REFUSED, "it gave no sign of life"), "the back-off"
     world.clock.advance(0.3)
     assert d.meet(p, P).status is PeerStatus.ACCEPTED
-    assert d.told == ["+p1", "-p1", "+p1"]
-    assert p.told == ["+d1"], "it knew us all the time"
+    assert d.learned == ["+p1", "-p1", "+p1"]
+    assert p.learned == ["+d1"], "it knew us all the time"
 
     p.rendezvous.lost(D, Incarnation("d1"), "nothing was heard of it")
     d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
     world.clock.advance(1)
     assert d.meet(p, P).status is PeerStatus.ACCEPTED
-    assert p.told == ["+d1", "-d1", "+d1"]
+    assert p.learned == ["+d1", "-d1", "+d1"]
 
     port = p.rendezvous.port
     world.close(p)
@@ -133,7 +129,7 @@ def test_a_lost_peer_departs_and_the_next_request_shakes_hands_again(world: Worl
     d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
     world.clock.advance(1)
     assert d.meet(again, P, named=False) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
-    assert d.told[-2:] == ["-p1", "+p2"]
+    assert d.learned[-2:] == ["-p1", "+p2"]
 
 
 def test_the_loss_of_an_old_incarnation_changes_nothing(world: World) -> None:
@@ -141,14 +137,14 @@ def test_the_loss_of_an_old_incarnation_changes_nothing(world: World) -> None:
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     d.rendezvous.lost(P, Incarnation("p0"), "old news")
-    assert d.told == ["+p1"]
+    assert d.learned == ["+p1"]
     assert d.view(p, P).status is PeerStatus.ACCEPTED
 
 
-def test_what_is_gone_before_it_was_introduced_is_not_introduced(world: World) -> None:
-    """Otherwise the worker halves would keep it for ever: nobody tells them a second time."""
+def test_a_peer_that_is_gone_again_never_reaches_the_worker_halves(world: World) -> None:
+    """Otherwise the worker halves would keep it for ever: its end is reported only once."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
-    handshaker = d.rendezvous._open_desk()
+    handshaker = d.rendezvous._started()
     taken = handshaker.take_accepted
 
     def late() -> object:
@@ -159,7 +155,7 @@ def test_what_is_gone_before_it_was_introduced_is_not_introduced(world: World) -
 
     handshaker.take_accepted = late  # type: ignore[method-assign, assignment]
     d.meet(p, P)
-    assert "+p1" not in d.told
+    assert "+p1" not in d.learned
 
 
 def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
@@ -170,7 +166,7 @@ def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
         assert d.meet(p, P).status is PeerStatus.ACCEPTED
         world.close(d)
         p.rendezvous.lost(EngineId(f"d{number}"), Incarnation("i"), "nothing was heard of it")
-    assert p.told.count("+i") == p.told.count("-i") == 20
+    assert p.learned.count("+i") == p.learned.count("-i") == 20
     assert {peer.state for peer in p.rendezvous.peers()} == {PeerState.LOST}
     world.clock.advance(700)
     d = world.end("d", "d1", Role.DECODE)
@@ -191,12 +187,12 @@ def test_a_question_that_timed_out_while_nobody_looked_does_not_cost_the_next_re
 
 
 def test_an_engine_whose_ranks_were_started_anew_is_met_again_at_its_old_address(world: World) -> None:
-    """I6: another incarnation, the same sockets. It has forgotten everybody, and is introduced to everybody anew."""
+    """I6: another incarnation, the same sockets. It has forgotten every peer, and meets each of them anew."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     p.incarnation = Incarnation("p2")
-    p.rendezvous.restart(side("p", "p2", Role.PREFILL))
+    p.rendezvous.restart(side("p", "p2", Role.PREFILL), p.send)
     assert p.rendezvous.peers() == ()
     assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
-    assert d.told == ["+p1", "-p1", "+p2"]
-    assert p.told == ["+d1", "+d1"], "the old worker halves, then the new ones"
+    assert d.learned == ["+p1", "-p1", "+p2"]
+    assert p.learned == ["+d1", "+d1"], "the old worker halves, then the new ones"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvferry.connector.worker import joined_stats, start_worker
+from kvferry.connector.engine import joined_stats
+from kvferry.connector.worker import start_worker
 from kvferry.handoff.orders import Landed, StepReport, merged
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
@@ -45,7 +46,7 @@ def test_a_rank_of_several_must_know_the_layouts_of_all() -> None:
         encoding="fp32",
         rank=Rank(0, 0, 2),
     )
-    with pytest.raises(AssertionError, match="an engine of several ranks tells each all layouts"):
+    with pytest.raises(AssertionError, match="an engine of several ranks gives each all layouts"):
         start_worker(
             layout,
             (),

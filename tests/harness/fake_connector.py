@@ -94,6 +94,10 @@ class FakeConnector:
         assert request.request_id not in self.open, "a request with an open hand-off was preempted"
         return None
 
+    def withdraw(self, transfer: TransferId, reason: str) -> bool:
+        self.seen.append(f"withdraw {transfer}")
+        return False
+
     def build_orders(self) -> StepOrders:
         return StepOrders()
 

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.handoff.orders import Failed, Landed, PeerAccepted, PeerGone, StepOrders, StepReport
-from kvferry.ids import RequestId, TransferId
+from kvferry.ids import Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
+from kvferry.layout.description import CacheLayout
 from kvferry.settings import FailurePolicy
 from kvferry.wire.first_token import FirstToken
+from kvferry.wire.hello import RankHello
+from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.params import HandoffParams
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "Outcome",
     "PeerAccepted",
     "PeerGone",
+    "RankRecord",
     "RequestView",
     "SchedulerHalf",
     "StepOrders",
@@ -89,6 +93,24 @@ class Outcome:
     """Blocks held for these transfers are the engine's again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What an engine's scheduler needs to know of one rank: `start_worker` makes it. Picklable, for other processes."""
+
+    layout: CacheLayout
+    incarnation: Incarnation
+    transport: str
+    """The transport's name."""
+    transport_metadata: bytes
+    """What the transport of a peer needs to connect to this rank's."""
+
+    def hello(self) -> RankHello:
+        """The same, as peers receive it."""
+        return RankHello(
+            layout=encode_layout(self.layout), transport=self.transport, transport_metadata=self.transport_metadata
+        )
+
+
 class SchedulerHalf(Protocol):
     """Called on the engine's thread only. Never blocks, does no I/O."""
 
@@ -136,6 +158,14 @@ class SchedulerHalf(Protocol):
         """The engine wants the request's blocks back, to run it again later.
 
         A transfer id: a peer may be reading them; hold them until `update` releases it. None: they are free at once.
+        """
+        ...
+
+    def withdraw(self, transfer: TransferId, reason: str) -> bool:
+        """Take back a prefill's offer that no decode engine will claim: the router has said so.
+
+        Returns True if `update` will release its blocks, which is sooner than the lease would; False if no such offer
+        is open. Any id may be asked for.
         """
         ...
 

@@ -1,9 +1,9 @@
-"""Where an engine meets others: the handshaker that judges, and the two sockets of the side channel.
+"""Where an engine meets others: the handshaker, which decides, and the two sockets of the side channel.
 
-Threads: the listener's thread answers peers; `view` is called on the engine's thread, sends questions and takes answers
-without blocking. An accepted peer is introduced to the worker halves before it is told that it was accepted, so that
-its first message finds somebody who knows it. An incarnation that was replaced, refused later, or lost (`lost`, on a
-driver's thread) departs from the worker halves before its successor is introduced.
+Threads: the listener's thread answers peers. `view` is called on the engine's thread: it sends questions and takes the
+answers, without blocking. The worker halves learn of a peer before the peer learns that it was accepted, so that its
+first message comes to a driver that knows it. An incarnation that was replaced, was refused later, or was lost (`lost`,
+on a driver's thread) is gone from the worker halves before they learn of its successor.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.handoff.orders import PeerAccepted, PeerGone
+from kvferry.handoff.orders import StepOrders
 from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.handshaker import Handshaker
 from kvferry.handshake.peer_table import Peer, PeerState
@@ -29,33 +29,22 @@ _EXPIRE_EVERY_S = 10.0
 
 
 class Rendezvous:
-    """One an engine. Binds when made, so that the address is known; answers from `start` to `close`."""
+    """The side channel of one engine. It binds when it is made, so that the address is known before `start`."""
 
-    def __init__(
-        self,
-        settings: SideChannelSettings,
-        introduce: Callable[[PeerAccepted], None],
-        depart: Callable[[PeerGone], None],
-        *,
-        name: str,
-        clock: Clock | None = None,
-    ) -> None:
-        """`introduce` hands an accepted peer to every worker half, `depart` takes one from them; from any thread, must
-        not block.
-        """
+    def __init__(self, settings: SideChannelSettings, *, name: str, clock: Clock | None = None) -> None:
+        """Bind. Raises ConfigError if the address or the key cannot be used. `name` is the engine's, for threads."""
         self._settings = settings
-        self._introduce = introduce
-        self._depart = depart
-        self._telling = threading.Lock()
-        self._expire_at_s = float("-inf")
         self._clock = clock or MonotonicClock()
-        self._desk: Handshaker | None = None
+        self._handshaker: Handshaker | None = None
+        self._send: Callable[[StepOrders], None] = lambda orders: None
+        self._sending = threading.Lock()
+        self._expire_at_s = float("-inf")
         self._server = SideChannelServer(settings, self._answer, name=name, clock=self._clock)
         self._client = SideChannelClient(settings, clock=self._clock)
 
     @property
     def host(self) -> str:
-        """The address to tell peers."""
+        """The address that peers are given."""
         return self._server.host
 
     @property
@@ -63,77 +52,91 @@ class Rendezvous:
         """The port that was bound."""
         return self._server.port
 
-    def start(self, local: LocalSide) -> None:
-        """Begin to answer and to ask, as `local`."""
-        self._desk = Handshaker(local, max_peers=self._settings.max_peers)
+    def start(self, local: LocalSide, send: Callable[[StepOrders], None]) -> None:
+        """Begin to answer and to ask, as `local`.
+
+        `send` hands orders to every worker half at once: here, the peers that came and went. It is called on any
+        thread, and must not block.
+        """
+        self._handshaker, self._send = Handshaker(local, max_peers=self._settings.max_peers), send
         self._server.start()
 
-    def restart(self, local: LocalSide) -> None:
-        """Go on as another incarnation: every peer is forgotten, and met again. On the engine's thread."""
-        self._client.close()  # an answer to an old question must not be taken for one to a new question
+    def restart(self, local: LocalSide, send: Callable[[StepOrders], None]) -> None:
+        """Go on as another incarnation, with other worker halves. Every peer is forgotten, and met again.
+
+        Called on the engine's thread.
+        """
+        self._client.close()  # the answer to an old question must not be taken for the answer to a new one
         self._client = SideChannelClient(self._settings, clock=self._clock)
-        self._desk = Handshaker(local, max_peers=self._settings.max_peers)
+        # In this order: a peer that the new handshaker accepts is for the new worker halves.
+        self._send = send
+        self._handshaker = Handshaker(local, max_peers=self._settings.max_peers)
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
-        """Where that engine stands; asks it if that is due. Never blocks."""
-        handshaker = self._open_desk()
+        """Return whether that engine can be used now; ask it if that is due. Never blocks."""
+        handshaker = self._started()
         if len(self._client):
-            self._pump(handshaker)  # a question that ended while nobody looked must not be taken for one under way
+            # A question that timed out while no request needed it must not be taken for one that is under way.
+            self._exchange(handshaker)
         peer = handshaker.want(engine, incarnation, host, port, self._clock.now_s())
         if peer.state is not PeerState.ACCEPTED:
-            self._pump(handshaker)
+            self._exchange(handshaker)
             peer = handshaker.book.get(engine) if peer.state is not PeerState.REFUSED else peer
         else:
-            # The listener's thread may have accepted it a moment ago: an order of ours must not reach the worker halves
-            # before it does.
-            self._tell_workers(handshaker)
+            # The listener's thread may have accepted it a moment ago: the worker halves must learn of the peer before
+            # they receive an order that names it.
+            self._send_peers(handshaker)
         return _view(peer, engine, incarnation)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
         """A worker half has found that an accepted peer is gone: the next request that names it shakes hands again.
 
-        From any thread; never blocks. Other ranks are told.
+        The other ranks learn of it. From any thread; never blocks.
         """
-        handshaker = self._open_desk()
+        handshaker = self._started()
         handshaker.lost(engine, incarnation, reason, self._clock.now_s())
-        self._tell_workers(handshaker)
+        self._send_peers(handshaker)
 
     def peers(self) -> tuple[Peer, ...]:
-        """All that are known, with why they were refused."""
-        return self._open_desk().book.peers() if self._desk is not None else ()
+        """Return all known peers, with the reason if one was refused."""
+        return self._handshaker.book.peers() if self._handshaker is not None else ()
 
     def close(self) -> None:
-        """No socket, no thread remains. Idempotent."""
+        """Close both sockets and end the listener's thread. Idempotent."""
         self._server.close()
         self._client.close()
 
-    def _open_desk(self) -> Handshaker:
-        assert self._desk is not None, "start() comes before any peer"
-        return self._desk
+    def _started(self) -> Handshaker:
+        assert self._handshaker is not None, "start() comes before any peer"
+        return self._handshaker
 
     def _answer(self, body: bytes, address: str) -> bytes:
-        handshaker = self._open_desk()
+        handshaker = self._started()
         reply = handshaker.answer(body, address, self._clock.now_s())
-        self._tell_workers(handshaker)
+        self._send_peers(handshaker)
         return reply
 
-    def _pump(self, handshaker: Handshaker) -> None:
+    def _exchange(self, handshaker: Handshaker) -> None:
+        """Send the questions that are due, and take the answers that have come."""
         for ask in handshaker.take_asks():
             self._client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
         for token, reply in self._client.poll():
             handshaker.replied(token, reply, self._clock.now_s())
-        self._tell_workers(handshaker)
+        self._send_peers(handshaker)
 
-    def _tell_workers(self, handshaker: Handshaker) -> None:
-        # One thread at a time: what one has taken must not be told after what another takes later.
-        with self._telling:
-            for gone in handshaker.take_gone():
-                logger.info("peer gone peer=%s incarnation=%s cause=%s", gone.engine, gone.incarnation, gone.reason)
-                self._depart(gone)
-            for peer in handshaker.take_accepted():
-                now = handshaker.book.get(peer.engine)
-                if now.paired and now.incarnation == peer.incarnation:  # else it has gone in between
-                    self._introduce(peer)
+    def _send_peers(self, handshaker: Handshaker) -> None:
+        """Send the worker halves the peers that came and went."""
+        with self._sending:  # one thread at a time: what one has taken must not be sent after what another takes later
+            gone = tuple(handshaker.take_gone())
+            for peer in gone:
+                logger.info("peer gone peer=%s incarnation=%s cause=%s", peer.engine, peer.incarnation, peer.reason)
+            came = []
+            for accepted in handshaker.take_accepted():
+                now = handshaker.book.get(accepted.engine)
+                if now.paired and now.incarnation == accepted.incarnation:  # else it has gone in between
+                    came.append(accepted)
+            if gone or came:
+                self._send(StepOrders(accepted=tuple(came), gone=gone))
             now_s = self._clock.now_s()
             if now_s >= self._expire_at_s:
                 self._expire_at_s = now_s + _EXPIRE_EVERY_S

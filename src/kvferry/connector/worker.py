@@ -1,13 +1,13 @@
-"""The worker half: hands orders to the driver thread, brings back what has ended. Never raises, never blocks."""
+"""The worker half: hands orders to the driver thread, and returns what has ended. Never raises, never blocks."""
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
+from kvferry.connector.base import RankRecord
 from kvferry.handoff.driver.adaptive import AdaptiveMover
 from kvferry.handoff.driver.driver import Driver
-from kvferry.handoff.orders import PeerAccepted, PeerGone, StepOrders, StepReport
-from kvferry.ids import EngineId, Incarnation, peer_name
+from kvferry.handoff.orders import StepOrders, StepReport
+from kvferry.ids import EngineId, Incarnation, new_incarnation, peer_name
 from kvferry.layout.description import CacheLayout, MemoryKind, Region
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
@@ -17,21 +17,21 @@ from kvferry.transport.staging.cost import load_cost_model
 from kvferry.transport.staging.packer import region_views
 from kvferry.transport.staging.staging import StagingPool
 
-__all__ = ["HandoffWorker", "joined_stats", "start_worker"]
+__all__ = ["HandoffWorker", "start_worker"]
 
 logger = logging.getLogger(__name__)
 
 
 class HandoffWorker:
-    """One rank's worker half. See connector.base.WorkerHalf for the contract of each hook."""
+    """One rank's worker half, made by `start_worker`. `start_step` and all that only looks may be called on any thread.
 
-    def __init__(self, driver: Driver) -> None:
+    connector.base.WorkerHalf is the contract.
+    """
+
+    def __init__(self, driver: Driver, record: RankRecord) -> None:
         self._driver = driver
-
-    @property
-    def transport_metadata(self) -> bytes:
-        """What peers need to connect to this rank."""
-        return self._driver.metadata
+        self.record = record
+        """What EngineConnector.start needs to know of this rank."""
 
     def start_step(self, orders: StepOrders) -> None:
         """Queue the orders for the driver thread."""
@@ -39,37 +39,29 @@ class HandoffWorker:
             self._driver.submit(orders)
 
     def end_step(self) -> StepReport:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
         return self._driver.collect()
 
     @property
     def has_report(self) -> bool:
-        """`end_step` has something. From any thread."""
+        """True if `end_step` would return something."""
         return self._driver.has_report
 
-    def introduce(self, peer: PeerAccepted) -> None:
-        """A peer was accepted. From any thread."""
-        self._driver.submit(StepOrders(accepted=(peer,)))
-
-    def depart(self, peer: PeerGone) -> None:
-        """A peer is gone. From any thread."""
-        self._driver.submit(StepOrders(gone=(peer,)))
-
     def stats(self) -> HandoffStats:
-        """Counters since the start."""
+        """Return the counters since the start."""
         return self._driver.stats()
 
     def drain(self) -> None:
-        """Begin nothing with a peer that is not open already. From any thread, never blocks."""
+        """Begin nothing new with a peer; finish what is open. `drained` becomes true when that is done."""
         self._driver.drain()
 
     @property
     def drained(self) -> bool:
-        """After `drain`: no hand-off of this rank is open, and every end was collected by `end_step`."""
+        """True after `drain`, once no hand-off of this rank is open and `end_step` has returned every end."""
         return self._driver.drained
 
     def close(self) -> None:
-        """End the driver thread, then the transport; nothing of them remains."""
+        """End the driver thread, then the transport. Nothing of them remains."""
         self._driver.close()
 
 
@@ -78,21 +70,25 @@ def start_worker(
     owners: Sequence[object],
     *,
     engine: EngineId,
-    incarnation: Incarnation,
+    incarnation: Incarnation | None = None,
     settings: FerrySettings,
     num_ranks: int = 1,
     engine_layouts: Sequence[CacheLayout] = (),
     on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
     on_report: Callable[[], None] | None = None,
 ) -> HandoffWorker:
-    """Register this rank's cache with the configured transport and start its driver thread.
+    """Register this rank's cache with the configured transport, and start its driver thread.
 
-    `owners` keep the memory alive. `engine_layouts`: of all `num_ranks` ranks of the engine, in the order of their
-    Rank.index; without them a rank of several does not know what it owes to whom. `on_lost` hears of peers that are
-    gone, `on_report` that `end_step` has something: see Driver. Raises ConfigError for a transport that cannot be had;
-    then nothing is left behind.
+    `owners` are kept alive as long as the memory is registered. All ranks of an engine have one `incarnation`; None
+    makes one, for an engine of one rank. An engine of several ranks gives each of them `engine_layouts`, the layouts of
+    all `num_ranks` ranks in the order of Rank.index: without them a rank does not know what it owes to whom.
+
+    `on_lost` is called with a peer that is gone (EngineConnector.lost), and `on_report` when `end_step` may have
+    something to return; both on the driver's thread, where they must not block. Raises ConfigError if the transport
+    cannot be used; then nothing is left behind.
     """
-    assert num_ranks == 1 or len(engine_layouts) == num_ranks, "an engine of several ranks tells each all layouts"
+    assert num_ranks == 1 or len(engine_layouts) == num_ranks, "an engine of several ranks gives each all layouts"
+    incarnation = incarnation or new_incarnation()
     rank = layout.rank.index
     transport = make_transport(settings.transfer.transport, peer_name(engine, incarnation, rank))
     mover, staging = (
@@ -118,20 +114,13 @@ def start_worker(
     except BaseException:
         driver.close()
         raise
-    return HandoffWorker(driver)
-
-
-def joined_stats(ranks: Sequence[HandoffStats]) -> HandoffStats:
-    """Counters of an engine. Bytes of its ranks add up; every other number is about the same hand-offs on each of them:
-    the highest counts."""
-    highest = {field.name: max(getattr(one, field.name) for one in ranks) for field in fields(HandoffStats)}
-    return HandoffStats(**{**highest, "bytes": sum(one.bytes for one in ranks)})
+    return HandoffWorker(driver, RankRecord(layout, incarnation, settings.transfer.transport, driver.metadata))
 
 
 def _staged_mover(
     layout: CacheLayout, owners: Sequence[object], transport: Transport, settings: FerrySettings
 ) -> tuple[AdaptiveMover, tuple[Region, ...]]:
-    """The mover that may stage, and its memory, to be registered behind the layout's regions."""
+    """Return the mover that may stage, and its memory, which is registered after the layout's regions."""
     first = layout.regions[0]
     device = first.device if first.kind is MemoryKind.VRAM else None
     pool = StagingPool(settings.transfer.staging_bytes, device=device)

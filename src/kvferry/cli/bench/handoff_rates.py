@@ -26,8 +26,7 @@ from kvferry.layout.description import CacheLayout
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
 from kvferry.testing.ends import LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation
-from kvferry.wire.hello import Hello, RankHello, encode_hello
-from kvferry.wire.layout_codec import encode_layout
+from kvferry.wire.hello import Hello, encode_hello
 
 __all__ = ["Rates", "load_engine", "measure_one_long", "measure_rates"]
 
@@ -79,13 +78,12 @@ class _Half:
     @property
     def hello(self) -> bytes:
         """For the other side."""
-        metadata = self.worker.transport_metadata
-        rank = RankHello(layout=encode_layout(self.layout), transport="nixl", transport_metadata=metadata)
-        return encode_hello(Hello(engine=self.engine, incarnation=_INCARNATION, role=self.role, ranks=(rank,)))
+        ranks = (self.worker.record.hello(),)
+        return encode_hello(Hello(engine=self.engine, incarnation=_INCARNATION, role=self.role, ranks=ranks))
 
-    def introduce(self, engine: EngineId, hello: bytes) -> None:
-        """Learn of the other side."""
-        self.worker.introduce(PeerAccepted(engine, _INCARNATION, hello))
+    def accept(self, engine: EngineId, hello: bytes) -> None:
+        """Learn of the other side, as if a handshake had accepted it."""
+        self.worker.start_step(StepOrders(accepted=(PeerAccepted(engine, _INCARNATION, hello),)))
 
     def table(self, seed: int) -> tuple[BlockTable, ...]:
         """All blocks in a random order: each is a run of its own."""
@@ -124,7 +122,7 @@ def _serve_prefill(pipe: Connection, mode: TransferMode, num_bytes: int) -> None
     half = _Half(Role.PREFILL, mode, num_bytes)
     try:
         pipe.send(half.hello)
-        half.introduce(EngineId(str(Role.DECODE)), pipe.recv())
+        half.accept(EngineId(str(Role.DECODE)), pipe.recv())
         while (name := pipe.recv()) is not None:
             transfer = TransferId(name)
             offer = Offer(transfer, RequestId(name), half.table(1), half.tokens, final=True)
@@ -145,7 +143,7 @@ def measure_rates(mode: TransferMode, num_bytes: int, engine: Engine, repeats: i
     far.close()
     half = _Half(Role.DECODE, mode, num_bytes)
     try:
-        half.introduce(EngineId(str(Role.PREFILL)), _received(pipe))
+        half.accept(EngineId(str(Role.PREFILL)), _received(pipe))
         pipe.send(half.hello)
         _hand_over(half, pipe, "warm-up", _pause)
         seconds = [_hand_over(half, pipe, f"alone-{i}", _pause) for i in range(repeats)]

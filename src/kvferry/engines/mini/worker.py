@@ -1,21 +1,21 @@
-"""One worker of the embedded engine, put together.
+"""A worker of the embedded engine: the engine, its ranks and its connector, put together.
 
-Order of construction: model -> cache (both in every rank) -> rendezvous -> transport (registers the cache) and driver
-in every rank -> scheduler half -> engine. `Worker.close` leaves no process, thread, socket, registration or file. When
-ranks have died all but the rendezvous is made anew.
+In this order: the model and the cache (in every rank), the EngineConnector (it binds the side channel), the worker
+halves (in every rank: the transport registers the cache, and the driver starts), the scheduler half, the engine. When
+ranks have died, all but the EngineConnector is made anew.
 """
 
-import base64
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvferry import __version__
-from kvferry.connector.rendezvous import Rendezvous
-from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, make_scheduler
-from kvferry.connector.worker import joined_stats
+from kvferry.connector.base import RankRecord, SchedulerHalf
+from kvferry.connector.engine import EngineConnector
+from kvferry.connector.entries import EngineIdentity
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.cache_spec import make_groups
 from kvferry.engines.mini.models.config import ModelConfig
@@ -32,17 +32,11 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo, open_drafter
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
-from kvferry.handshake.exchange import LocalSide
-from kvferry.handshake.facts import Facts
 from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
-from kvferry.handshake.fit import make_fit
-from kvferry.handshake.peer_table import PeerState
-from kvferry.ids import EngineId, Incarnation, TransferId
-from kvferry.layout.description import CacheKind
+from kvferry.ids import TransferId, new_incarnation
+from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
-from kvferry.wire.hello import Hello, RankHello, encode_hello
-from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.versions import protocol_range
 
 __all__ = ["Standing", "Worker", "WorkerSettings", "build_worker", "describe", "describe_engine"]
@@ -52,119 +46,86 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """All that one worker is started with."""
+    """All the settings of one worker."""
 
     engine: EngineSettings = field(default_factory=EngineSettings)
     """The model and how it runs."""
 
     ferry: FerrySettings = field(default_factory=FerrySettings)
-    """How KV crosses."""
+    """How KV is handed over."""
 
     role: Role = Role.BOTH
     """What it does for others."""
 
     engine_id: str | None = None
-    """Its name in the fleet; None makes one at random. Two workers must not share one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How an engine stands among the others, from the start of its ranks to their end."""
-
-    identity: EngineIdentity
-    local: LocalSide
-    scheduler: HandoffScheduler
+    """Its name in the fleet, which no other worker may have. None makes one at random."""
 
 
 class Worker:
-    """An engine with its connector. `engine` is stepped by one thread; everything else may be read from any."""
+    """An engine with its connector. One thread steps `engine`; everything else may be called from any, unless it says
+    otherwise."""
 
     engine: Engine
+    connector: EngineConnector
 
     def __init__(
         self, settings: WorkerSettings, model: OpenedModel, executor: Executor, launcher: Launcher | None = None
     ) -> None:
-        """Nothing runs before `open`; whatever happens there, `close` is called. `launcher`: see build_worker."""
+        """Nothing runs before `open`. Whatever happens there, `close` is to be called. `launcher`: see build_worker."""
         self._launcher = launcher
         self.settings = settings
-        self._engine_id = EngineId(settings.engine_id or f"mini-{secrets.token_hex(4)}")
         self._model = model
         self._executor = executor
         self._cleanup = ExitStack()
 
     def open(self) -> None:
-        """Connect the ranks, and begin to answer peers. Raises ConfigError."""
-        self._cleanup.callback(lambda: self._executor.close())
-        self._rendezvous = Rendezvous(
-            self.settings.ferry.side_channel,
-            lambda peer: self._executor.introduce(peer),
-            lambda peer: self._executor.depart(peer),
-            name=self._engine_id,
-        )
-        self._cleanup.callback(self._rendezvous.close)
-        self._standing = self._stand(self._executor)
+        """Bind the side channel, start the worker halves, and begin to answer peers. Raises ConfigError."""
         settings = self.settings.engine
+        self._cleanup.callback(lambda: self._executor.close())
+        self.connector = EngineConnector(
+            describe_engine(self.settings, self._model),
+            self.settings.ferry,
+            engine_id=self.settings.engine_id or f"mini-{secrets.token_hex(4)}",
+            handoff_tokens=_handoff_tokens(self.settings, self._model, self._executor.layouts[0]),
+        )
+        self._cleanup.callback(self.connector.close)
+        ranks = self._start_worker_halves(self._executor)
+        self._scheduler_half = self.connector.start(ranks, self._executor.send)
         revives = settings.tp * settings.pp > 1 and settings.on_rank_death == "restart"
         self.engine = Engine(
             self._model,
             self._executor,
             settings,
-            connector=self._standing.scheduler,
+            connector=self._scheduler_half,
             revive=self._revive if revives else None,
         )
-        self._rendezvous.start(self._standing.local)
         self._log("worker ready")
 
-    def _stand(self, executor: Executor) -> Standing:
-        """Start the worker halves, as a new incarnation, and put together what peers are told."""
-        settings, rendezvous = self.settings, self._rendezvous
-        tp, pp = settings.engine.tp, settings.engine.pp
-        incarnation = Incarnation(secrets.token_hex(8))
-        executor.connect(ConnectorStart(self._engine_id, incarnation, settings.ferry), rendezvous.lost)
-        identity = EngineIdentity(self._engine_id, incarnation, rendezvous.host, rendezvous.port, tp, pp)
-        ranks = tuple(
-            RankHello(
-                layout=encode_layout(layout),
-                transport=settings.ferry.transfer.transport,
-                transport_metadata=metadata,
-            )
+    def _start_worker_halves(self, executor: Executor) -> list[RankRecord]:
+        """Start the worker half of every rank, as a new incarnation."""
+        incarnation = new_incarnation()
+        executor.connect(
+            ConnectorStart(self.connector.engine_id, incarnation, self.settings.ferry), self.connector.lost
+        )
+        return [
+            RankRecord(layout, incarnation, self.settings.ferry.transfer.transport, metadata)
             for layout, metadata in zip(executor.layouts, executor.metadata, strict=True)
-        )
-        hello = Hello(
-            engine=self._engine_id,
-            incarnation=incarnation,
-            role=settings.role,
-            ranks=ranks,
-            host=rendezvous.host,
-            port=rendezvous.port,
-        )
-        local = LocalSide(
-            Facts.from_engine(describe_engine(settings, self._model)),
-            hello,
-            make_fit(executor.layouts, settings.role),
-            protocol_range(settings.ferry.side_channel.protocol_max),
-        )
-        groups, first_token = executor.layouts[0].groups, settings.ferry.transfer.first_token
-        drafter = find_drafter(settings.engine, self._model)
-        state = any(group.kind is CacheKind.STATE for group in groups)
-        lookahead = drafter.speculative.handoff_lookahead(state=state) if drafter is not None else 0
-        count = tokens_handed_over(groups, lookahead=lookahead, first_token=first_token)
-        return Standing(identity, local, make_scheduler(identity, rendezvous, settings.ferry, count))
+        ]
 
-    def _revive(self) -> tuple[Executor, HandoffScheduler]:
-        """New ranks after the old ones have died: another incarnation at the same address. On the engine's thread."""
+    def _revive(self) -> tuple[Executor, SchedulerHalf]:
+        """Start new ranks after the old ones have died: another incarnation, at the same address. On the engine's
+        thread."""
         launcher = self._launcher if self._launcher is not None and self._launcher.running else None
         _, executor = build_executor(self.settings.engine, launcher)
         try:
-            standing = self._stand(executor)
+            ranks = self._start_worker_halves(executor)
         except BaseException:
             executor.close()
             raise
-        # In this order: who is accepted as of now is introduced to the new ranks.
-        self._executor, self._standing = executor, standing
-        self._rendezvous.restart(standing.local)
+        self._executor = executor
+        self._scheduler_half = self.connector.restart(ranks, executor.send)
         self._log("worker is ready again")
-        return executor, standing.scheduler
+        return executor, self._scheduler_half
 
     def _log(self, what: str) -> None:
         logger.info(
@@ -182,29 +143,14 @@ class Worker:
 
     @property
     def identity(self) -> EngineIdentity:
-        """Who it is; another one after ranks have died."""
-        return self._standing.identity
+        """The engine's name, incarnation and address. The incarnation changes after ranks have died."""
+        return self.connector.identity
 
     def describe(self) -> dict[str, object]:
-        """The JSON of GET /v1/kvferry: what routers and `kvferry compare` read."""
-        peers = self._rendezvous.peers()
+        """Return the JSON of GET /v1/kvferry, which routers and `kvferry compare` read."""
         return {
-            "engine": self.identity.engine,
-            "incarnation": self.identity.incarnation,
-            "version": __version__,
-            "role": self.settings.role.value,
-            "mode": self.settings.ferry.transfer.mode.value,
-            "transport": self.settings.ferry.transfer.transport,
+            **self.connector.describe(),
             "model": self.settings.engine.model,
-            "side_channel": {"host": self.identity.host, "port": self.identity.port},
-            "protocol": {
-                "oldest": self._standing.local.protocols.oldest,
-                "newest": self._standing.local.protocols.newest,
-            },
-            "facts": self._standing.local.facts.to_json(),
-            "hello": base64.b64encode(encode_hello(self._standing.local.hello)).decode(),
-            "tp_size": self.identity.tp_size,
-            "pp_size": self.identity.pp_size,
             "limits": {
                 "max_model_len": self.engine.max_model_len,
                 "block_tokens": self.settings.engine.block_tokens,
@@ -214,17 +160,6 @@ class Worker:
             "cache": self._cache_mark(),
             "abilities": ["first-token", "meet", "prompt-blocks"],
             "ranks": self._describe_ranks(),
-            "peers": [
-                {
-                    "engine": peer.engine,
-                    "incarnation": peer.incarnation,
-                    "state": peer.state.value,
-                    "notes": list(peer.notes),
-                    "address": peer.address,
-                    "reason": peer.reason,
-                }
-                for peer in peers
-            ],
         }
 
     def _describe_ranks(self) -> list[dict[str, object]]:
@@ -244,55 +179,54 @@ class Worker:
         ]
 
     def _cache_mark(self) -> dict[str, int]:
-        """Changes whenever `cached_blocks` does."""
+        """Return a version that changes whenever `cached_blocks` does, and the number of blocks."""
         hashes = self.cached_blocks()
         return {"version": hash(frozenset(hashes)) & 0x7FFFFFFFFFFFFFFF, "blocks": len(hashes)}
 
     def cached_blocks(self) -> list[BlockHash]:
-        """The hashes of the blocks in the prefix cache. On the engine thread."""
+        """Return the hashes of the blocks in the prefix cache. On the engine's thread."""
         return self.engine.blocks.known_hashes(self.engine.scheduler.groups.telling)
 
     def meet(self, engine: str, incarnation: str | None, host: str, port: int) -> str:
-        """Shake hands with this engine if that is due: `asking`, `accepted` or `refused`. On the engine thread."""
-        known = Incarnation(incarnation) if incarnation is not None else None
-        return self._rendezvous.view(EngineId(engine), known, host, port).status.value
+        """Shake hands with this engine if that is due: `asking`, `accepted` or `refused`. On the engine's thread."""
+        return self.connector.preconnect(engine, incarnation, host, port).status.value
 
     def handoff_stats(self) -> HandoffStats:
-        """Counters of the hand-offs, with the peers that are known and those that were refused."""
-        stats = joined_stats(self._executor.rank_stats())
-        return replace(stats, refused_peers=stats.refused_peers + len(self.refused_peers()))
+        """Return the counters of the hand-offs, with the peers that are known and those that were refused."""
+        return self.connector.stats(self._executor.rank_stats())
 
     def refused_peers(self) -> dict[str, str]:
-        """Peers that are refused now, and why; for /health and /metrics. Safe from any thread."""
-        return {peer.engine: peer.reason for peer in self._rendezvous.peers() if peer.state is PeerState.REFUSED}
+        """Return the peers that are refused now, and the reasons; for /health and /metrics."""
+        return self.connector.refused_peers()
 
     def refusals(self) -> list[str]:
-        """The same as sentences."""
+        """Return the same as sentences."""
         return [f"{engine}: {reason}" for engine, reason in self.refused_peers().items()]
 
     def release(self, transfer: TransferId, reason: str) -> bool:
-        """Nobody will take this finished prefill: see HandoffScheduler.withdraw. On the engine thread."""
-        return self._standing.scheduler.withdraw(transfer, reason)
+        """Withdraw a finished prefill that no decode engine will take (SchedulerHalf.withdraw). On the engine's
+        thread."""
+        return self._scheduler_half.withdraw(transfer, reason)
 
     def drain(self) -> None:
-        """Begin no hand-off with a peer that is not open already. From any thread; never blocks. See `drained`."""
+        """Begin no hand-off with a peer that is not open already. Never blocks. `drained` says when all have ended."""
         self._executor.drain()
 
     @property
     def drained(self) -> bool:
-        """After `drain`: no hand-off is open, and no block is held for a peer. Read on the engine thread."""
+        """True after `drain`, once no hand-off is open and no block is held for a peer. Read on the engine's thread."""
         # The scheduler half first: it knows of orders that the driver may be taking at this moment.
         return not self.engine.has_work() and not self.engine.stats().held_blocks and self._executor.drained
 
     def close(self) -> None:
-        """End everything. Idempotent."""
+        """End everything: no process, thread, socket, registration or file remains. Idempotent."""
         self._cleanup.close()
 
 
 def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> Worker:
     """Load the model and put the worker together. Raises ConfigError or UnknownModel; then nothing is left behind.
 
-    `launcher`: one that outlives the worker, for its ranks and those that replace them; the caller closes it.
+    `launcher` starts the ranks, and those that replace them. It outlives the worker: the caller closes it.
     """
     worker = Worker(settings, *build_executor(settings.engine, launcher), launcher)
     try:
@@ -303,15 +237,23 @@ def build_worker(settings: WorkerSettings, launcher: Launcher | None = None) -> 
     return worker
 
 
+def _handoff_tokens(settings: WorkerSettings, model: OpenedModel, layout: CacheLayout) -> Callable[[int], int]:
+    """Return how many tokens of a prompt of a given length are handed over (R32)."""
+    drafter = find_drafter(settings.engine, model)
+    state = any(group.kind is CacheKind.STATE for group in layout.groups)
+    lookahead = drafter.speculative.handoff_lookahead(state=state) if drafter is not None else 0
+    return tokens_handed_over(layout.groups, lookahead=lookahead, first_token=settings.ferry.transfer.first_token)
+
+
 def describe_engine(settings: WorkerSettings, model: OpenedModel) -> EngineDescription:
-    """What the embedded engine says of itself, for the table of facts."""
+    """Describe the embedded engine for its peers."""
     return describe(settings, model.config, model.directory, str(model.dtype), model.kv)
 
 
 def describe(
     settings: WorkerSettings, config: ModelConfig, directory: Path, dtype: str, kv: KvFormat
 ) -> EngineDescription:
-    """The same before the weights are loaded: `kvferry facts MODEL`. `dtype`: what weights are, or `auto`."""
+    """Describe the engine before its weights are loaded, as `kvferry facts MODEL` does. `dtype` may be `auto`."""
     caches = layers_of(config, kv, Shard())
     states, groups = [cache for cache in caches if cache.kind is CacheKind.STATE], make_groups(caches)
     return EngineDescription(
@@ -349,18 +291,19 @@ def describe(
 
 
 def _speculation(settings: WorkerSettings, config: ModelConfig, directory: Path) -> SpeculationFacts | None:
-    """What peers are told of the drafter (R3, R4). A cold one is nobody's but ours: it wants nothing from a peer."""
+    """Describe the drafter for peers (R3, R4). One that starts cold needs nothing from a peer, so no peer needs to know
+    of it."""
     spec = settings.engine.speculation
     if spec is None or spec.cold_start:
         return None
-    card: DrafterInfo = open_drafter(spec, directory, config, pp=settings.engine.pp)
+    drafter: DrafterInfo = open_drafter(spec, directory, config, pp=settings.engine.pp)
     return SpeculationFacts(
         method=spec.method,
         draft_model=spec.model,
         draft_revision=spec.revision,
-        draft_fingerprint=model_fingerprint(card.directory) if card.directory is not None else None,
-        aux_layers=card.aux_layers,
-        num_layers=card.config.num_layers if card.config is not None else None,
+        draft_fingerprint=model_fingerprint(drafter.directory) if drafter.directory is not None else None,
+        aux_layers=drafter.aux_layers,
+        num_layers=drafter.config.num_layers if drafter.config is not None else None,
         num_tokens=spec.num_speculative_tokens,
-        attention_backend="sdpa" if card.config is not None else None,
+        attention_backend="sdpa" if drafter.config is not None else None,
     )

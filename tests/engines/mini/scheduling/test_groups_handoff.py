@@ -23,7 +23,7 @@ from kvferry.engines.mini.ranks.executor import ConnectorStart
 from kvferry.engines.mini.scheduling.cache_groups import tokens_handed_over
 from kvferry.engines.mini.scheduling.request import Request
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.handoff.orders import PeerAccepted
+from kvferry.handoff.orders import PeerAccepted, StepOrders
 from kvferry.ids import EngineId, Incarnation, RequestId
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings
 from kvferry.stats import PromptAccount
@@ -117,8 +117,8 @@ class Pair:
             for name, size, number in zip("pd", blocks, num_blocks, strict=True)
         )
         self.p, self.d = sides
-        self.p.ranks.introduce(self.d.hello(Role.DECODE))
-        self.d.ranks.introduce(self.p.hello(Role.PREFILL))
+        self.p.ranks.send(StepOrders(accepted=(self.d.hello(Role.DECODE),)))
+        self.d.ranks.send(StepOrders(accepted=(self.p.hello(Role.PREFILL),)))
         self.reasons: list[str] = []
         """Why decode computed prompt tokens, by request that ended."""
         self._number = 0

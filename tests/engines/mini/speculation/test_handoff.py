@@ -153,7 +153,7 @@ def test_every_slot_of_every_module_is_the_one_of_a_repaired_engine(
     assert isinstance(pair, Pair)
     cut = handoff_tokens(len(prompt), mamba=False, lookahead=depth) + less
     for worker in (pair.prefill, pair.decode):
-        worker._standing.scheduler._handoff_tokens = lambda _: cut
+        worker._scheduler_half._handoff_tokens = lambda _: cut
     alone.engine.add(ask([prompt], 20)[0])
     here = run_to(len(prompt) + 6, alone.engine)
     request = ask([prompt], 20)[0]

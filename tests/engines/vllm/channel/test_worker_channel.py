@@ -82,8 +82,8 @@ def num_lines() -> int:
 
 def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: ChannelHub) -> None:
     mail.connect([worker.line.address])
-    mail.tell(came(size=1 << 20))
-    mail.tell(left())
+    mail.send_peers(StepOrders(accepted=(came(size=1 << 20),)))
+    mail.send_peers(StepOrders(gone=(left(),)))
     assert worker.wait_heard(2)
     assert worker.heard == [came(size=1 << 20), left()]
     assert mail.take() == ((), ())
@@ -98,7 +98,7 @@ def test_what_was_sent_before_a_step_is_heard_before_its_orders(mail: ChannelHub
         for one in workers:
             assert WorkerLineReady(one).wait()
         for count in range(1, 200):
-            mail.tell(came(f"p{count}"))
+            mail.send_peers(StepOrders(accepted=(came(f"p{count}"),)))
             for one in workers:
                 one.line.catch_up()
                 assert len(one.heard) == count
@@ -138,7 +138,7 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Channel
         wanted=TokenRange(16, 40),
         deadline_s=60.0,
     )
-    mail.tell(came())
+    mail.send_peers(StepOrders(accepted=(came(),)))
     mail.send(StepOrders(fetch=(want,)))
     assert worker.wait_heard(2)
     first, second = worker.orders
@@ -177,8 +177,8 @@ def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addres
     mail = ChannelHub(lambda: woken.append(None))
     paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.line.address}
     mail.connect([paths[one] for one in addresses])
-    mail.tell(came())
-    mail.tell(left("q"))
+    mail.send_peers(StepOrders(accepted=(came(),)))
+    mail.send_peers(StepOrders(gone=(left("q"),)))
     assert mail.pending
     assert len(woken) == 2
     assert mail.take() == ((came(),), (left("q"),))

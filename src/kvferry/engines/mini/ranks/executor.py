@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport, WorkerHalf
+from kvferry.connector.base import StepOrders, StepReport, WorkerHalf
 from kvferry.connector.worker import HandoffWorker, start_worker
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.runner import Runner
@@ -110,12 +110,8 @@ class Executor(Protocol):
         for a transport that cannot be had."""
         ...
 
-    def introduce(self, peer: PeerAccepted) -> None:
-        """A peer was accepted. Never blocks, as the next three."""
-        ...
-
-    def depart(self, peer: PeerGone) -> None:
-        """A peer is gone."""
+    def send(self, orders: StepOrders) -> None:
+        """Every worker half receives these orders at once, without a step. Never blocks, as the next three."""
         ...
 
     def drain(self) -> None:
@@ -277,7 +273,7 @@ class LocalExecutor:
     @property
     def metadata(self) -> tuple[bytes, ...]:
         """See Executor."""
-        return (self._connected().transport_metadata,)
+        return (self._connected().record.transport_metadata,)
 
     def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
         """See Executor."""
@@ -295,13 +291,9 @@ class LocalExecutor:
         assert self._handoffs is not None, "connect() comes first"
         return self._handoffs
 
-    def introduce(self, peer: PeerAccepted) -> None:
+    def send(self, orders: StepOrders) -> None:
         """See Executor."""
-        self._connected().introduce(peer)
-
-    def depart(self, peer: PeerGone) -> None:
-        """See Executor."""
-        self._connected().depart(peer)
+        self._connected().start_step(orders)
 
     def drain(self) -> None:
         """See Executor."""

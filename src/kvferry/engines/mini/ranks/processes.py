@@ -5,7 +5,7 @@ Life of the processes:  start() spawns them -> all have Loaded -> connect() star
 
 An engine is no engine without one of its ranks, so they live and die together; who starts them anew makes another
 ProcessExecutor. Threads: the engine's thread calls what Executor has; one thread here reads what the ranks say. What
-the worker halves need (introduce, depart, drain, stats) may be called from any thread.
+the worker halves need (send, drain, stats) may be called from any thread.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from kvferry.connector.base import PeerAccepted, PeerGone, StepOrders, StepReport
+from kvferry.connector.base import PeerGone, StepOrders, StepReport
 from kvferry.engines.mini.models.progress import Progress, show_progress
 from kvferry.engines.mini.ranks.control import (
     Ask,
@@ -256,13 +256,9 @@ class ProcessExecutor:
 
     # ---- all worker halves as one
 
-    def introduce(self, peer: PeerAccepted) -> None:
-        """See HandoffWorker."""
-        self._tell_all(Orders(StepOrders(accepted=(peer,))))
-
-    def depart(self, peer: PeerGone) -> None:
-        """See HandoffWorker."""
-        self._tell_all(Orders(StepOrders(gone=(peer,))))
+    def send(self, orders: StepOrders) -> None:
+        """See Executor."""
+        self._tell_all(Orders(orders))
 
     def drain(self) -> None:
         """See HandoffWorker."""

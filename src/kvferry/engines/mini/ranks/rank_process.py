@@ -3,7 +3,7 @@
 Its life:  Start -> meet the other ranks -> load -> Loaded -> (Connect -> Connected) -> steps, in turn -> Close.
 
 Threads: the main thread computes. The reader takes what the engine says: steps go into a queue, everything else is done
-at once, so that a peer is introduced while a step runs. The worker half's driver thread tells what has ended by itself:
+at once, so that a peer becomes known while a step runs. The worker half's driver thread tells what has ended by itself:
 nobody polls. When the engine's process is gone, the control socket ends and the reader ends this process, whatever the
 main thread is waiting for.
 """
@@ -126,7 +126,7 @@ class RankProcess:
             on_report=self._tell,
         )
         self._rank.worker = self._worker
-        self._channel.send(Connected(self._worker.transport_metadata))
+        self._channel.send(Connected(self._worker.record.transport_metadata))
 
     def _draft(self, todo: Draft) -> None:
         assert self._rank is not None, "the engine asks ranks that have loaded"

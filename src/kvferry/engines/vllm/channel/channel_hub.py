@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChannelHub:
-    """One an engine. `tell` may be called from any thread, everything else on the engine's."""
+    """One an engine. `send_peers` may be called from any thread, everything else on the engine's."""
 
     def __init__(self, wake: Callable[[], None] | None) -> None:
         """`wake`: see engines.vllm.wake. None: an idle engine hears of nothing until it steps."""
@@ -42,14 +42,13 @@ class ChannelHub:
             return
         self._lines = tuple(lines)
 
-    def tell(self, peer: PeerAccepted | PeerGone) -> None:
-        """Every worker will hear of it before it hears of any order that was made after this call."""
+    def send_peers(self, orders: StepOrders) -> None:
+        """Send peers that came and went: every worker learns of them before any order that is made after this call."""
         with self._sending:
             if self._lines:
-                came, left = ((peer,), ()) if isinstance(peer, PeerAccepted) else ((), (peer,))
-                self._send(StepOrders(accepted=came, gone=left))
+                self._send(orders)
                 return
-            self._waiting.append(peer)
+            self._waiting.extend((*orders.gone, *orders.accepted))
         self._wake()
 
     @property

@@ -1,8 +1,9 @@
-"""The scheduler's process: the side channel, the handshake, and the scheduler half, put together from the ranks' cards.
+"""The connector in the process of vLLM's scheduler: an EngineConnector, put together from the RankInfo of every worker.
 
-Workers are other processes. They hear of peers by a line of their own (engines.vllm.line), and report by it: so an
-engine sleeps while peers read what it has computed, and frees the blocks when it hears of it. On a CPU the other orders
-go by line too, as soon as they are made: no step of the engine lies between a request and its transfer.
+Workers are other processes. They learn of peers by a channel of their own (channel.worker_channel), and report by it:
+so the engine sleeps while peers read what it has computed, and frees the blocks when the report comes. On a CPU the
+other orders go by that channel too, as soon as they are made: no step of the engine lies between a request and its
+transfer.
 """
 
 import logging
@@ -11,8 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvferry.connector.base import PeerGone, StepOrders, StepReport
-from kvferry.connector.rendezvous import Rendezvous
-from kvferry.connector.scheduler import EngineIdentity, make_scheduler
+from kvferry.connector.engine import EngineConnector
 from kvferry.engines.vllm.channel.channel_hub import ChannelHub
 from kvferry.engines.vllm.describe.engine_facts import backoff_tokens, describe
 from kvferry.engines.vllm.describe.introspect import group_forms
@@ -21,14 +21,8 @@ from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep
 from kvferry.engines.vllm.scheduler_side.scheduler import Ended, VllmScheduler
 from kvferry.errors import ConfigError
-from kvferry.handshake.exchange import LocalSide
-from kvferry.handshake.facts import Facts
-from kvferry.handshake.fit import make_fit
-from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.description import CacheKind
-from kvferry.wire.hello import Hello, RankHello
-from kvferry.wire.layout_codec import decode_layout
-from kvferry.wire.versions import protocol_range
+from kvferry.settings import FerrySettings
 
 __all__ = ["VllmEngine", "start_engine"]
 
@@ -45,7 +39,7 @@ class VllmEngine:
     def __init__(
         self,
         scheduler: VllmScheduler,
-        rendezvous: Rendezvous,
+        connector: EngineConnector,
         mail: ChannelHub,
         wake: EngineSleep | None,
         *,
@@ -53,7 +47,7 @@ class VllmEngine:
     ) -> None:
         """`direct`: orders go by line. Not where a device's stream has to come to them first."""
         self.scheduler = scheduler
-        self._rendezvous = rendezvous
+        self._connector = connector
         self._mail = mail
         self._wake = wake
         self._direct = direct and mail.connected
@@ -125,108 +119,89 @@ class VllmEngine:
 
     def _take(self, reports: Sequence[StepReport], lost: Iterable[PeerGone]) -> None:
         for peer in lost:
-            self._rendezvous.lost(peer.engine, peer.incarnation, peer.reason)
+            self._connector.lost(peer.engine, peer.incarnation, peer.reason)
         if reports:
             self._untold += self.scheduler.update(reports)
             self._changed, self._waited = True, bool(self._untold)
 
     def close(self) -> None:
         """No socket, no thread remains."""
-        self._rendezvous.close()
+        self._connector.close()
         self._mail.close()
 
 
 def start_engine(
     config: Any, cache_config: Any, options: Options, cards: Sequence[RankInfo], version: str, wake: EngineSleep | None
 ) -> VllmEngine:
-    """Bind the side channel and begin to answer. Raises ConfigError; then nothing is left behind.
+    """Put the engine together, and begin to answer peers. Raises ConfigError; then nothing is left behind.
 
-    `wake`: see engines.vllm.wake. None: the engine steps for as long as a hand-off is open.
+    `wake` wakes the engine for what workers report (engine_sleep). None: it steps for as long as a hand-off is open.
     """
-    parallel = config.parallel_config
-    tp, pp = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
-    if [card.index for card in cards] != list(range(tp * pp)):
-        raise ConfigError(f"ranks {[card.index for card in cards]!r} have registered caches; {tp * pp} were expected")
-    ferry = options.ferry
-    engine_id = EngineId(str(config.kv_transfer_config.engine_id))
-    incarnation = Incarnation(cards[0].incarnation)
+    if not cards:
+        raise ConfigError("no rank has registered a cache: every worker of this engine must load kvferry's connector")
+    ferry = _with_own_port(options.ferry, config)
     kernel_tokens = [
-        next((told for told in each if told is not None), None)
+        next((tokens for tokens in each if tokens is not None), None)
         for each in zip(*(card.kernel_tokens for card in cards), strict=True)
     ]
     forms = group_forms(cache_config, kernel_tokens)
+    description = describe(
+        config,
+        version=version,
+        settings=ferry,
+        role=options.role,
+        backends={name for card in cards for name in card.backends},
+        packings={tag for card in cards for tag in card.packings},
+        state_dtypes={text for card in cards for text in card.state_dtypes},
+        block_tokens=[form.block_tokens for form in forms],
+        layer_groups=dict(pair for card in cards for pair in card.layer_groups),
+        kv_layout=cache_config.kv_cache_layout,
+    )
+    connector = EngineConnector(
+        description,
+        ferry,
+        engine_id=str(config.kv_transfer_config.engine_id),
+        mode_remedy='give both the same "mode" in kv_connector_extra_config',
+    )
     mail = ChannelHub(wake)
-    side_channel = ferry.side_channel
-    if side_channel.port:
-        # Data-parallel engines of one server are configured alike, and each listens on a port of its own.
-        side_channel = replace(side_channel, port=side_channel.port + int(parallel.data_parallel_index))
-    rendezvous = Rendezvous(side_channel, mail.tell, mail.tell, name=engine_id)
     try:
-        identity = EngineIdentity(
-            engine_id,
-            incarnation,
-            rendezvous.host,
-            rendezvous.port,
-            tp_size=tp,
-            pp_size=pp,
-            mode_remedy='give both the same "mode" in kv_connector_extra_config',
-        )
-        hello = Hello(
-            engine=engine_id,
-            incarnation=incarnation,
-            role=options.role,
-            ranks=tuple(
-                RankHello(layout=card.layout, transport=card.transport, transport_metadata=card.transport_metadata)
-                for card in cards
-            ),
-            host=rendezvous.host,
-            port=rendezvous.port,
-        )
-        facts = Facts.from_engine(
-            describe(
-                config,
-                version=version,
-                settings=ferry,
-                role=options.role,
-                backends={name for card in cards for name in card.backends},
-                packings={tag for card in cards for tag in card.packings},
-                state_dtypes={text for card in cards for text in card.state_dtypes},
-                block_tokens=[form.block_tokens for form in forms],
-                layer_groups=dict(pair for card in cards for pair in card.layer_groups),
-                kv_layout=cache_config.kv_cache_layout,
-            )
-        )
-        layouts = tuple(decode_layout(card.layout) for card in cards)
-        local = LocalSide(
-            facts, hello, make_fit(layouts, options.role), protocol_range(ferry.side_channel.protocol_max)
-        )
-        lookahead = int(config.num_prefill_lookahead_tokens)
-        kinds = {form.kind for form in forms}
-        scheduler = VllmScheduler(
-            make_scheduler(identity, rendezvous, ferry),
-            forms,
-            engine_id=engine_id,
-            mode=ferry.transfer.mode,
-            policy=ferry.transfer.on_failure,
-            backoff=backoff_tokens(lookahead, states=CacheKind.STATE in kinds, windows=CacheKind.WINDOW in kinds),
-            # A chain of MTP modules rewrites the end of a chunk in the next one: then only the whole prompt is offered.
-            progress=ferry.transfer.progress and lookahead <= 1,
-            group_ids=cache_config.transfer_group_ids,
-        )
         mail.connect([card.line for card in cards])
-        rendezvous.start(local)
+        half = connector.start([card.record() for card in cards], mail.send_peers)
     except BaseException:
-        rendezvous.close()
+        connector.close()
         mail.close()
         raise
+    lookahead = int(config.num_prefill_lookahead_tokens)
+    kinds = {form.kind for form in forms}
+    scheduler = VllmScheduler(
+        half,
+        forms,
+        engine_id=connector.engine_id,
+        mode=ferry.transfer.mode,
+        policy=ferry.transfer.on_failure,
+        backoff=backoff_tokens(lookahead, states=CacheKind.STATE in kinds, windows=CacheKind.WINDOW in kinds),
+        # A chain of MTP modules rewrites the end of a chunk in the next one: then only the whole prompt is offered.
+        progress=ferry.transfer.progress and lookahead <= 1,
+        group_ids=cache_config.transfer_group_ids,
+    )
+    identity = connector.identity
     logger.info(
         "kvferry ready engine=%s incarnation=%s role=%s mode=%s side_channel=%s:%s ranks=%d",
-        engine_id,
-        incarnation,
+        identity.engine,
+        identity.incarnation,
         options.role,
         ferry.transfer.mode,
         identity.host,
         identity.port,
         len(cards),
     )
-    return VllmEngine(scheduler, rendezvous, mail, wake, direct=str(config.device_config.device_type) == "cpu")
+    return VllmEngine(scheduler, connector, mail, wake, direct=str(config.device_config.device_type) == "cpu")
+
+
+def _with_own_port(ferry: FerrySettings, config: Any) -> FerrySettings:
+    """Data-parallel engines of one server are configured alike: give each a port of its own to listen on."""
+    side_channel = ferry.side_channel
+    if not side_channel.port:
+        return ferry
+    port = side_channel.port + int(config.parallel_config.data_parallel_index)
+    return replace(ferry, side_channel=replace(side_channel, port=port))

@@ -85,7 +85,7 @@ class VllmWorker:
             incarnation=incarnation,
             layout=encode_layout(layout),
             transport=self._options.ferry.transfer.transport,
-            transport_metadata=self._half.transport_metadata,
+            transport_metadata=self._half.record.transport_metadata,
             kernel_tokens=tuple(kernel_tokens),
             backends=_backends(config, [name for name in specs if name in caches]),
             packings=tuple({tag for v in views if (tag := _packing_tag(v.form))}),
