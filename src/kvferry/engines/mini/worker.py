@@ -39,7 +39,7 @@ from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
 from kvferry.wire.versions import protocol_range
 
-__all__ = ["Standing", "Worker", "WorkerSettings", "build_worker", "describe", "describe_engine"]
+__all__ = ["Worker", "WorkerSettings", "build_worker", "describe", "describe_engine"]
 
 logger = logging.getLogger(__name__)
 
