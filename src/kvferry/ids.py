@@ -3,7 +3,7 @@
 import secrets
 from typing import NewType
 
-__all__ = ["peer_name"]
+__all__ = ["new_incarnation", "peer_name"]
 
 
 EngineId = NewType("EngineId", str)
