@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.connector.base import Match
+from kvferry.connector.base import EngineIdentity, Match
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import EngineIdentity, HandoffScheduler, PullScheduler, PushScheduler, make_scheduler
+from kvferry.connector.scheduler import HandoffScheduler, PullScheduler, PushScheduler, make_scheduler
 from kvferry.handoff.orders import Failed, Landed, StepReport
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange

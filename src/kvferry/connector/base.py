@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.handoff.orders import Failed, Landed, PeerAccepted, PeerGone, StepOrders, StepReport
-from kvferry.ids import Incarnation, RequestId, TransferId
+from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import FailurePolicy
@@ -23,6 +23,7 @@ from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.params import HandoffParams
 
 __all__ = [
+    "EngineIdentity",
     "Failed",
     "Landed",
     "Match",
@@ -109,6 +110,25 @@ class RankRecord:
         return RankHello(
             layout=encode_layout(self.layout), transport=self.transport, transport_metadata=self.transport_metadata
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Who an engine is and where it listens: this is what the parameters that prefill returns say of it."""
+
+    engine: EngineId
+    incarnation: Incarnation
+    host: str
+    port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    mode_remedy: str = "start both with the same --transfer-mode"
+    """What to do about a peer of the other transfer mode, in the words of this engine's settings."""
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of worker halves that report."""
+        return self.tp_size * self.pp_size
 
 
 class SchedulerHalf(Protocol):

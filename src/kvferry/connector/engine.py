@@ -14,10 +14,8 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from kvferry import __version__
 from kvferry.clock import Clock
-from kvferry.connector.base import RankRecord
-from kvferry.connector.entries import EngineIdentity
+from kvferry.connector.base import EngineIdentity, RankRecord
 from kvferry.connector.peers import PeerView
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import HandoffScheduler, make_scheduler
@@ -152,7 +150,6 @@ class EngineConnector:
         return {
             "engine": identity.engine,
             "incarnation": identity.incarnation,
-            "version": __version__,
             "role": self.role.value,
             "mode": self.settings.transfer.mode.value,
             "transport": self.settings.transfer.transport,

@@ -9,26 +9,7 @@ from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FailurePolicy
 
-__all__ = ["DecodeHandoff", "EngineIdentity", "OrdersBuilder", "OutcomeBuilder", "PrefillHandoff", "joined"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineIdentity:
-    """Who we are, as it goes into the parameters that prefill returns."""
-
-    engine: EngineId
-    incarnation: Incarnation
-    host: str
-    port: int
-    tp_size: int = 1
-    pp_size: int = 1
-    mode_remedy: str = "start both with the same --transfer-mode"
-    """What to do about a peer of the other transfer mode, in the words of this engine's settings."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Worker halves that report."""
-        return self.tp_size * self.pp_size
+__all__ = ["DecodeHandoff", "OrdersBuilder", "OutcomeBuilder", "PrefillHandoff", "joined"]
 
 
 @dataclass(slots=True)

@@ -12,10 +12,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from kvferry.connector.base import Match, Outcome, RequestView
+from kvferry.connector.base import EngineIdentity, Match, Outcome, RequestView
 from kvferry.connector.entries import (
     DecodeHandoff,
-    EngineIdentity,
     OrdersBuilder,
     OutcomeBuilder,
     PrefillHandoff,
@@ -37,7 +36,7 @@ from kvferry.settings import FailurePolicy, FerrySettings, TransferMode
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["EngineIdentity", "HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
+__all__ = ["HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvferry import __version__
-from kvferry.connector.base import RankRecord, SchedulerHalf
+from kvferry.connector.base import EngineIdentity, RankRecord, SchedulerHalf
 from kvferry.connector.engine import EngineConnector
-from kvferry.connector.entries import EngineIdentity
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.cache_spec import make_groups
 from kvferry.engines.mini.models.config import ModelConfig
@@ -150,6 +149,7 @@ class Worker:
         """Return the JSON of GET /v1/kvferry, which routers and `kvferry compare` read."""
         return {
             **self.connector.describe(),
+            "version": __version__,
             "model": self.settings.engine.model,
             "limits": {
                 "max_model_len": self.engine.max_model_len,

@@ -8,9 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvferry.connector.base import PeerGone, RankRecord, StepOrders, StepReport
-from kvferry.ids import Incarnation
-from kvferry.wire.layout_codec import decode_layout
+from kvferry.connector.base import PeerGone, StepOrders, StepReport
 
 __all__ = ["Orders", "RankInfo", "Reports"]
 
@@ -32,11 +30,6 @@ class RankInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is n
     """(canonical layer name, group)."""
     line: str = ""
     """Where the scheduler finds this worker's WorkerChannel; empty: nowhere."""
-
-    def record(self) -> RankRecord:
-        """What the connector needs of it."""
-        layout = decode_layout(self.layout)
-        return RankRecord(layout, Incarnation(self.incarnation), self.transport, self.transport_metadata)
 
 
 @dataclass(frozen=True)

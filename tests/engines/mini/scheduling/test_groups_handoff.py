@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.connector.base import EngineIdentity
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import EngineIdentity, make_scheduler
+from kvferry.connector.scheduler import make_scheduler
 from kvferry.engines.mini.api import Output
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine

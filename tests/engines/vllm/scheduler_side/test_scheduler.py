@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.connector.base import Failed, Landed, StepReport
+from kvferry.connector.base import EngineIdentity, Failed, Landed, StepReport
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import EngineIdentity, make_scheduler
+from kvferry.connector.scheduler import make_scheduler
 from kvferry.engines.vllm.describe.block_tables import GroupForm
 from kvferry.engines.vllm.describe.engine_facts import backoff_tokens
 from kvferry.engines.vllm.scheduler_side.scheduler import VllmScheduler

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.connector.base import PeerGone, StepOrders, StepReport
+from kvferry.connector.base import PeerGone, RankRecord, StepOrders, StepReport
 from kvferry.connector.engine import EngineConnector
 from kvferry.engines.vllm.channel.channel_hub import ChannelHub
 from kvferry.engines.vllm.describe.engine_facts import backoff_tokens, describe
@@ -21,8 +21,10 @@ from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep
 from kvferry.engines.vllm.scheduler_side.scheduler import Ended, VllmScheduler
 from kvferry.errors import ConfigError
+from kvferry.ids import Incarnation
 from kvferry.layout.description import CacheKind
 from kvferry.settings import FerrySettings
+from kvferry.wire.layout_codec import decode_layout
 
 __all__ = ["VllmEngine", "start_engine"]
 
@@ -166,7 +168,7 @@ def start_engine(
     mail = ChannelHub(wake)
     try:
         mail.connect([card.line for card in cards])
-        half = connector.start([card.record() for card in cards], mail.send_peers)
+        half = connector.start([_record(card) for card in cards], mail.send_peers)
     except BaseException:
         connector.close()
         mail.close()
@@ -196,6 +198,15 @@ def start_engine(
         len(cards),
     )
     return VllmEngine(scheduler, connector, mail, wake, direct=str(config.device_config.device_type) == "cpu")
+
+
+def _record(card: RankInfo) -> RankRecord:
+    return RankRecord(
+        layout=decode_layout(card.layout),
+        incarnation=Incarnation(card.incarnation),
+        transport=card.transport,
+        transport_metadata=card.transport_metadata,
+    )
 
 
 def _with_own_port(ferry: FerrySettings, config: Any) -> FerrySettings:
