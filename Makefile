@@ -13,7 +13,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills changes coverage dist site help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -46,10 +46,11 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 
 demo: setup  ## the main job on a real model: prefill worker, decode worker, router, one chat request
 	$(BIN)/kvferry demo
+	@printf '\nnow try:\n  . $(VENV)/bin/activate\n  kvferry up smollm2      # and open its dashboard\n  kvferry --help\n'
 
 test: test-pure test-process  ## all the tests but those that need vLLM
 
-test-unit: setup  ## no process, no model, nothing slow: a minute or two
+test-unit: setup  ## no process, no model, nothing slow: some minutes, on all cores
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow and not vllm'
 
 test-pure: setup  ## no process, no model, on all cores; also the slow ones: simulator, layout matrix
@@ -87,8 +88,19 @@ fix: setup  ## what the checks can mend themselves
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup  ## the benchmarks; JSON with its environment goes to out/
+bench: setup  ## the benchmarks that need nothing else; JSON with its environment goes to out/
 	$(BIN)/kvferry bench all --out out
+	$(BIN)/python -m benchmarks.handshake --peers 1,10,100 --json > out/handshake.json
+	$(BIN)/python -m benchmarks.spec --requests 6 --new-tokens 48 --json > out/spec.json
+	$(BIN)/python -m benchmarks.router --routers kvferry,plain --rounds 1 --seconds 1 --json > out/router.json
+
+docs-walk: setup  ## type every command of README and docs, in a temporary directory, and compare what they show; minutes
+	$(BIN)/python -m tests.docs_walk
+
+pictures: setup  ## docs/pictures/crossing.svg, by the cost model that machines without a calibration have
+	@mkdir -p docs/pictures out/no-calibration
+	KVFERRY_CACHE=out/no-calibration $(BIN)/kvferry plan smollm2 smollm2 --tp 3,1 --pp 1,2 --block-tokens 16,32 --tokens 1000 \
+	  --svg docs/pictures/crossing.svg
 
 load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf makes the load (else our own clients)
 	$(BIN)/python -m tests.e2e.under_load $(if $(AIPERF),--aiperf $(AIPERF)) --seconds 120

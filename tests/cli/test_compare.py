@@ -230,3 +230,24 @@ def test_doctor_of_a_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[0]["verdict"] == "compatible"
     assert lines[-1] == {"pairs": 1, "refused": 0, "unreachable": 1, "shared_ids": [], "exit": 4}
+
+
+def test_a_router_stands_for_its_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    p = save(tmp_path / "p.json", facts(), name="p0")
+    d = save(tmp_path / "d.json", decode_facts(), name="d0", role="decode")
+    with worker(Path(p).read_bytes()) as prefill, worker(Path(d).read_bytes()) as decode:
+        listed = json.dumps({"role": "router", "workers": [{"url": prefill}, {"url": decode}]}).encode()
+        with worker(listed) as router:
+            assert main(["doctor", router, prefill, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["pairs"] == 1
+
+
+def test_a_fleet_without_a_pair_is_not_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_fleet([save(tmp_path / "p.json", facts())], as_json=False) == ExitCode.ERROR
+    assert "there is no pair here: give the URLs of a prefill and a decode worker" in capsys.readouterr().out
+
+
+def test_models_are_compared_by_their_shapes(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tiny), str(tiny), "--tp", "1,2"]) == 0
+    assert "parallel.tp" in capsys.readouterr().out
+    assert main(["compare", str(tiny), str(tiny), "--dtype", "float32,bfloat16"]) == 3

@@ -189,3 +189,39 @@ def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytes
 def test_plan_loads_no_torch() -> None:
     code = "import sys, kvferry.cli.plan; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_models_are_planned_with_a_shape_for_each_side(tiny: Path, capsys: Capture) -> None:
+    assert main(["plan", str(tiny), str(tiny), "--tp", "1,2", "--tokens", "50", "--json"]) == ExitCode.OK
+    *edges, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(edge["source_rank"], edge["destination_rank"]) for edge in edges] == [(0, 0), (0, 1)]
+    assert (last["summary"]["source_ranks"], last["summary"]["destination_ranks"]) == (1, 2)
+
+
+def test_a_saved_model_is_planned_as_the_model_itself(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert main(["facts", str(tiny), "--pp", "3", "-o", str(tmp_path / "facts.json")]) == ExitCode.OK
+    assert main(["plan", str(tmp_path / "facts.json"), str(tiny), "--tokens", "50"]) == ExitCode.OK
+    saved = capsys.readouterr().out
+    assert main(["plan", str(tiny), str(tiny), "--pp", "3,1", "--tokens", "50"]) == ExitCode.OK
+    assert capsys.readouterr().out == saved
+    assert "from 3 prefill ranks to 1 decode rank: 3 edges" in saved
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--tp", "1,2,3"], "--tp 1,2,3: give one value, or one for each of the two sides"),
+        (["--tp", "two"], "--tp 'two' is not a number"),
+        (["--kv-dtype", "int3"], "--kv-dtype 'int3': choose from auto, float32"),
+    ],
+)
+def test_a_shape_that_cannot_be(flags: list[str], problem: str, tiny: Path, capsys: Capture) -> None:
+    assert main(["plan", str(tiny), str(tiny), *flags]) == ExitCode.ERROR
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scattered", [[], ["--scattered"]])
+@pytest.mark.parametrize("model", ["byte-mtp-hybrid", "byte-mtp-window"])
+def test_groups_that_share_pages_get_blocks_of_their_own(model: str, scattered: list[str], capsys: Capture) -> None:
+    assert main(["plan", model, model, "--tp", "2,1", *scattered]) == ExitCode.OK
+    assert "2 edges" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from kvferry.cli.support.words import plural, size
 from kvferry.cli.support.worker_description import load_layouts
 from kvferry.errors import ConfigError, IncompatiblePeer
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.layout.description import CacheKind, CacheLayout
+from kvferry.layout.description import CacheGroup, CacheKind, CacheLayout, Rank
 from kvferry.layout.edge import Edge
 from kvferry.layout.pairing import pair
 from kvferry.layout.planning import plan
@@ -199,38 +199,62 @@ def _heads(edge: Edge) -> tuple[str, ...]:
 
 
 def capacity(layout: CacheLayout) -> int:
-    """Returns how many tokens of one request fit into every group of the cache."""
+    """Returns how many tokens of one request fit into every group of the cache, if they share its pages evenly."""
     rank = layout.rank
+    sharing = _sharing(layout)
     room = [
-        layout.groups[tensor.group].block_tokens * tensor.paging.num_blocks * rank.cp_size
+        layout.groups[tensor.group].block_tokens * (tensor.paging.num_blocks // sharing[tensor.group]) * rank.cp_size
         for tensor in layout.tensors
         if layout.groups[tensor.group].kind is not CacheKind.STATE
     ]
     return min(room, default=DEFAULT_TOKENS)
 
 
-def made_up_tables(ranks: Sequence[CacheLayout], tokens: int, rng: random.Random | None) -> list[BlockTable]:
-    """Returns the tables of one request of [0, tokens): consecutive from block 0, or scattered.
+def _sharing(layout: CacheLayout) -> dict[int, int]:
+    """Returns for each group how many groups take pages from the same pool, itself included."""
+    pools: dict[tuple[int, int], set[int]] = {}
+    for tensor in layout.tensors:
+        pools.setdefault((tensor.region, tensor.paging.block_stride_bytes), set()).add(tensor.group)
+    return {
+        group: max(len(pool) for pool in pools.values() if group in pool) for pool in pools.values() for group in pool
+    }
 
-    Window groups hold only the window. The groups are those of the first rank; all ranks of an engine have the same.
+
+def made_up_tables(ranks: Sequence[CacheLayout], tokens: int, rng: random.Random | None) -> list[BlockTable]:
+    """Returns the tables of one request of [0, tokens): consecutive blocks, or scattered ones.
+
+    Window groups hold only the window. The groups are those of the first rank; all ranks of an engine have the same. No
+    two groups get a block with the same id: they may share the pages of one pool.
     """
     first = ranks[0]
+    fewest = {
+        number: min(tensor.paging.num_blocks for layout in ranks for tensor in layout.tensors if tensor.group == number)
+        for number in {tensor.group for layout in ranks for tensor in layout.tensors}
+    }
+    shared = any(count > 1 for layout in ranks for count in _sharing(layout).values())
+    taken: set[int] = set()
     result = []
     for number, group in enumerate(first.groups):
-        blocks = [tensor.paging.num_blocks for layout in ranks for tensor in layout.tensors if tensor.group == number]
-        if not blocks:
+        if number not in fewest:
             continue
-        if group.kind is CacheKind.STATE:
-            result.append(BlockTable(number, tokens, [0 if rng is None else rng.randrange(min(blocks))]))
-            continue
-        # With context parallelism the ranks take turns: `cycle` tokens are one block of each of them.
-        deal = first.rank.cp_size * (first.rank.cp_run_tokens if first.rank.cp_size > 1 else 1)
-        cycle = group.block_tokens * deal
-        start = 0
-        if group.kind is CacheKind.WINDOW and group.window_tokens is not None:
-            start = max(0, tokens - group.window_tokens) // cycle * cycle
-        local = -(-(tokens - start) // deal) * (deal // first.rank.cp_size)
-        count = -(-local // group.block_tokens)
-        ids = list(range(count)) if rng is None else rng.sample(range(min(blocks)), count)
+        start, count = _held(group, first.rank, tokens)
+        free = [block for block in range(fewest[number]) if block not in taken]
+        ids = free[:count] if rng is None else rng.sample(free, count)
+        if shared:
+            taken.update(ids)
         result.append(BlockTable(number, start, ids))
     return result
+
+
+def _held(group: CacheGroup, rank: Rank, tokens: int) -> tuple[int, int]:
+    """Returns the first token that a group holds of a request of this many tokens, and the number of its blocks."""
+    if group.kind is CacheKind.STATE:
+        return tokens, 1
+    # With context parallelism the ranks take turns: `cycle` tokens are one block of each of them.
+    deal = rank.cp_size * (rank.cp_run_tokens if rank.cp_size > 1 else 1)
+    cycle = group.block_tokens * deal
+    start = 0
+    if group.kind is CacheKind.WINDOW and group.window_tokens is not None:
+        start = max(0, tokens - group.window_tokens) // cycle * cycle
+    local = -(-(tokens - start) // deal) * (deal // rank.cp_size)
+    return start, -(-local // group.block_tokens)

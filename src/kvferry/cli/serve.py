@@ -121,11 +121,13 @@ def _serve_with(
     launcher: Launcher | None,
 ) -> ExitCode:
     # Imported late: a wrong flag or a port in use is reported before torch is loaded.
+    from kvferry.cli.support.loading_display import show_loading
     from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
     from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
     from kvferry.engines.mini.server.router_services import Registrar
     from kvferry.engines.mini.worker import WorkerSettings, build_worker
 
+    show_loading()
     settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)
     worker = build_worker(settings, launcher)
     try:

@@ -2,6 +2,7 @@
 
 import base64
 
+from kvferry.cli.support.loading_display import show_loading
 from kvferry.engines.mini.cache.plan import num_blocks_of, place
 from kvferry.engines.mini.models.catalog import model_directory, read_config
 from kvferry.engines.mini.models.loading import kv_format
@@ -21,6 +22,7 @@ def describe_model(settings: WorkerSettings) -> dict[str, object]:
 
     Raises UnknownModel, and ConfigError where the model cannot be split or cached like this.
     """
+    show_loading()  # a GGUF file is converted at its first use
     engine = settings.engine
     directory = model_directory(engine.model)
     config = read_config(directory)

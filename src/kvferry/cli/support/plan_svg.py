@@ -23,10 +23,10 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#9
 _STYLE = """<style>
   text { font-family: ui-sans-serif, system-ui, sans-serif; font-size: 12px; fill: #222222 }
   .title { font-size: 16px } .quiet { fill: #666666 } .axis { fill: #666666; font-size: 10px }
-  .slow { fill: #b00020; font-weight: bold } .slowest { stroke: #b00020; stroke-width: 2 }
+  .slow { fill: #b00020; font-weight: bold } .grid.slowest { stroke: #b00020; stroke-width: 2 }
   .page { fill: #ffffff } .grid { fill: #f4f4f4; stroke: #cccccc } .band { fill: none; stroke-opacity: 0.55 }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6e6e6 } .quiet, .axis { fill: #a5a5a5 } .slow { fill: #ff7b8a } .slowest { stroke: #ff7b8a }
+    text { fill: #e6e6e6 } .quiet, .axis { fill: #a5a5a5 } .slow { fill: #ff7b8a } .grid.slowest { stroke: #ff7b8a }
     .page { fill: #0d1117 } .grid { fill: #161b22; stroke: #3d444d } .band { stroke-opacity: 0.75 }
   }
 </style>"""
@@ -44,6 +44,7 @@ def picture(source: Sequence[CacheLayout], destination: Sequence[CacheLayout], r
     times = {layout.rank.index: sum(r.predicted_ms for r in rows if r.destination_rank == layout.rank.index)
              for layout in targets}  # fmt: skip
     slowest = max(times, key=lambda rank: times[rank])
+    differ = len({round(ms, 2) for ms in times.values()}) > 1
     places: dict[tuple[str, int], float] = {}
     body: list[str] = []
     for x, side, group in ((LEFT, "prefill", sources), (RIGHT, "decode", targets)):
@@ -52,7 +53,7 @@ def picture(source: Sequence[CacheLayout], destination: Sequence[CacheLayout], r
             y = TOP + number * step + (step - unit) / 2
             places[side, layout.rank.index] = y + 18 + tall / 2
             edges = pair(sources, layout).edges if side == "decode" else ()
-            slow = side == "decode" and layout.rank.index == slowest and len(targets) > 1
+            slow = side == "decode" and layout.rank.index == slowest and differ
             body.append(_name(x, y, side, layout, times.get(layout.rank.index) if side == "decode" else None, slow))
             body += _grid(x, y + 18, tall, layout, layers, edges, colour, slow)
             body += _axes(x, y + 18, tall, layout, len(layers))
@@ -95,21 +96,18 @@ def _num_heads(layout: CacheLayout) -> int:
 
 def _name(x: float, y: float, side: str, layout: CacheLayout, ms: float | None, slow: bool) -> str:
     rank = layout.rank
-    where = [f"tp {rank.tp_rank} of {rank.tp_size}"]
+    where = []
+    if rank.tp_size > 1:
+        where.append(f"tp {rank.tp_rank} of {rank.tp_size}")
     if rank.pp_size > 1:
         where.append(f"pp {rank.pp_rank} of {rank.pp_size}")
     if rank.cp_size > 1:
         where.append(f"cp {rank.cp_rank} of {rank.cp_size}")
-    time = (
-        ""
-        if ms is None
-        else f'  <tspan class="{"slow" if slow else "quiet"}">{ms:.2f} ms'
-        + (", the slowest</tspan>" if slow else "</tspan>")
-    )
-    return (
-        f'<text x="{x}" y="{y + 12:.1f}">{side} rank {rank.index} <tspan class="quiet">({", ".join(where)})</tspan>'
-        f"{time}</text>"
-    )
+    place = f"({', '.join(where)})" if where else ""
+    time = ""
+    if ms is not None:
+        time = f'  <tspan class="{"slow" if slow else "quiet"}">{ms:.2f} ms{", slowest" if slow else ""}</tspan>'
+    return f'<text x="{x}" y="{y + 12:.1f}">{side} rank {rank.index} <tspan class="quiet">{place}</tspan>{time}</text>'
 
 
 def _axes(x: float, y: float, tall: float, layout: CacheLayout, num_layers: int) -> list[str]:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Line", "Terminal", "styled"]
+__all__ = ["Bar", "Line", "Terminal", "styled"]
 
 Line = str | Text
 """Text, or text with styles: see `styled`."""
@@ -106,20 +106,9 @@ class Terminal:
             progress.add_task(what, total=None)
             yield
 
-    @contextlib.contextmanager
-    def loading(self, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-        """Shows a bar on a terminal; gives a function that moves it on by a number of bytes.
-
-        Without a terminal there is one line at the start and none on the way.
-        """
-        if not self._fancy:
-            self.line(f"  ..  {what}")
-            yield lambda num_bytes: None
-            return
-        columns = (TextColumn("  {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task(what, total=total_bytes)
-            yield lambda num_bytes: progress.advance(task, num_bytes)
+    def bar(self) -> "Bar | None":
+        """Returns a bar for work whose size is known, or None without a terminal, where a log says how far it is."""
+        return Bar(self._console) if self._fancy else None
 
     @contextlib.contextmanager
     def counting(self, unit: str) -> Iterator[Callable[[int, float], None]]:
@@ -131,6 +120,30 @@ class Terminal:
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(f"0 {unit}", total=None)
             yield lambda count, seconds: progress.update(task, description=f"{count:,} {unit}")
+
+
+class Bar:
+    """A bar that appears with the first `update`, and goes with `end`; then it can be used again."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+
+    def update(self, what: str, num_bytes: int, total_bytes: int) -> None:
+        """Shows that this many of the bytes are done."""
+        if self._progress is None:
+            columns = (TextColumn("  {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task(what)
+            self._progress.start()
+        task = self._progress.tasks[0].id
+        self._progress.update(task, description=what, completed=min(num_bytes, total_bytes), total=total_bytes)
+
+    def end(self) -> None:
+        """Takes the bar from the screen. Idempotent."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
 
 def _rich_table(head: Sequence[str], rows: Sequence[Sequence[Line]], right: Sequence[str], indent: int) -> Table:
