@@ -1,0 +1,190 @@
+"""`python -m tests.docs_walk [PAGE...]`: types every command of README and docs, and compares what the pages show.
+
+Each page is walked in a temporary directory of its own, with ports of its own. `kvferry serve`, `route` and `up` go on
+in the background until the page ends. A command must end with status 0, and show what the page shows after it: numbers
+with a decimal point may differ, and "..." stands for anything. Of a `json` block after a command, its keys must be in
+the output. A block that cannot be run says why in a comment before it: see tests/harness/doc_blocks.py.
+"""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.harness.doc_blocks import PAGES, Block, Command, blocks_of, commands_of, kvferry_argv
+from tests.harness.repository import ROOT
+from tests.harness.until import until
+
+MODEL = "byte-mtp"
+"""Stands for MODEL: small, and ready in seconds."""
+SERVERS = ("serve", "route", "up")
+READY_S = 300.0
+COMMAND_S = 600.0
+_PORT = re.compile(r"(?<=[ :])8\d{3}\b")
+_DEFAULT_PORTS = {"serve": "8000", "route": "8080", "up": "8080"}
+
+
+@dataclass
+class Walk:
+    """One page: its directory, its ports, the servers that it has started, and what was wrong."""
+
+    directory: Path
+    ports: dict[str, str] = field(default_factory=dict)
+    servers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    last_output: str = ""
+    num_run: int = 0
+
+    def port(self, shown: str) -> str:
+        """Returns the free port that stands for one of the page."""
+        if shown not in self.ports:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.ports[shown] = str(probe.getsockname()[1])
+        return self.ports[shown]
+
+    def typed(self, text: str) -> str:
+        """Returns the command as it is typed here: with our model, ports and no placeholders."""
+        text = re.sub(r"\bMODEL\b", MODEL, re.sub(r" \[[a-z ]+\]", "", text))
+        text = re.sub(r"\b(prefill)\|decode\|both\b", "both", text)
+        return _PORT.sub(lambda found: self.port(found[0]), text)
+
+
+@contextmanager
+def walking() -> Iterator[Walk]:
+    """Gives a walk in an empty directory; at its end, ends every server that it has started."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-docs-") as directory:
+        walk = Walk(Path(directory))
+        try:
+            yield walk
+        finally:
+            for server in walk.servers:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGINT)
+            for server in walk.servers:
+                try:
+                    server.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(server.pid, signal.SIGKILL)
+                    server.wait()
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables of the commands: this Python's programs first, and this checkout's sources."""
+    paths = [str(ROOT / "src"), str(ROOT / "models" / "src"), str(ROOT)]
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def start_server(walk: Walk, text: str, argv: list[str]) -> None:
+    """Starts a server and waits until it is ready. Raises AssertionError with its log."""
+    ready, log = walk.directory / f"ready-{len(walk.servers)}.json", walk.directory / f"log-{len(walk.servers)}.txt"
+    flags = ["--ready-file", str(ready)]
+    if "--port" not in argv:
+        flags += ["--port", walk.port(_DEFAULT_PORTS[argv[0]])]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry", *argv, *flags],
+            stdout=output, stderr=output, cwd=walk.directory, env=environment(), start_new_session=True,
+        )  # fmt: skip
+    walk.servers.append(process)
+    until(lambda: ready.exists() or process.poll() is not None, f"{text!r} is ready", within_s=READY_S, every_s=0.1)
+    assert ready.exists(), f"{text!r} ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-600:]}"
+
+
+def run(walk: Walk, block: Block, command: Command) -> None:
+    """Types one command, and notes what is wrong."""
+    text = walk.typed(command.text)
+    if text.startswith(". "):
+        return  # the environment is active already
+    if text.startswith("make "):
+        if text.split()[1] != "demo":
+            return  # targets exist: tests/docs/test_code_blocks.py
+        text = "kvferry demo"
+    servers = [argv for argv in kvferry_argv(text) if argv and argv[0] in SERVERS and "--help" not in argv]
+    walk.num_run += 1
+    print(f"  {block.where}: {text.splitlines()[0]}", file=sys.stderr, flush=True)
+    if servers:
+        try:
+            start_server(walk, text, servers[0])
+        except AssertionError as error:
+            walk.problems.append(f"{block.where}: {error}")
+        return
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=walk.directory, env=environment(), stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=COMMAND_S, check=False,
+    )  # fmt: skip
+    walk.last_output = done.stdout
+    if done.returncode:
+        walk.problems.append(f"{block.where}: {text!r} ended with {done.returncode}: {done.stderr[-600:]}")
+        return
+    missing = [line for line in command.output if line.strip() and not _shown(line, done.stdout)]
+    if missing:
+        walk.problems.append(f"{block.where}: {text!r} does not show {missing[0]!r}, but {done.stdout[:1500]!r}")
+
+
+def _shown(line: str, output: str) -> bool:
+    """Returns whether a line of the page is in the output, but for what differs from run to run."""
+
+    def loose(part: str) -> str:
+        words = [re.escape(word) for word in part.split()]
+        return re.sub(r"\d+\\\.\d+", r"[\\d.,]+", r"\s+".join(words))
+
+    pattern = r".*".join(loose(part) for part in line.split("..."))
+    pattern = re.sub(r'":\d+', r'":\\d+', pattern)
+    return re.search(pattern, output) is not None
+
+
+def check_keys(walk: Walk, block: Block) -> None:
+    """Notes the keys of a `json` block that the output of the last command has not."""
+    keys = [key for key in re.findall(r'"(\w+)":', block.text) if f'"{key}":' not in walk.last_output]
+    if keys and walk.last_output:
+        walk.problems.append(f"{block.where}: the last output has no {', '.join(keys)}: {walk.last_output[-600:]!r}")
+
+
+def walk_page(page: Path) -> Walk:
+    """Types every command of a page."""
+    with walking() as walk:
+        for block in blocks_of(page):
+            if block.reason is not None:
+                print(f"  {block.where}: not run: {block.reason}", file=sys.stderr)
+            elif block.language in ("console", "sh"):
+                for command in commands_of(block):
+                    run(walk, block, command)
+            elif block.language == "json":
+                check_keys(walk, block)
+        return walk
+
+
+def main() -> int:
+    """Walks the pages, and returns 1 if anything was not as they say."""
+    parser = argparse.ArgumentParser(prog="python -m tests.docs_walk", description=__doc__)
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="only these (default: README and docs)")
+    problems, began_s, num_run = [], time.monotonic(), 0
+    for page in [path.resolve() for path in parser.parse_args().pages] or PAGES:
+        if any(block.language in ("console", "sh") for block in blocks_of(page)):
+            print(f"{page.relative_to(ROOT)}", file=sys.stderr, flush=True)
+            walk = walk_page(page)
+            problems += walk.problems
+            num_run += walk.num_run
+    for problem in problems:
+        print(problem)
+    print(f"{num_run} commands, {len(problems)} problems, {time.monotonic() - began_s:.0f} s")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
