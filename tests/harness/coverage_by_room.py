@@ -25,6 +25,8 @@ def table(report: dict[str, dict[str, dict[str, dict[str, int]]]]) -> list[str]:
     lines = [f"{'room':<36} {'lines':>7} {'covered':>8} {'branches':>9} {'covered':>8}"]
     for name in [*sorted(sums.keys() - {"all"}), "all"]:
         num_lines, lines_hit, num_branches, branches_hit = sums[name]
+        if not num_lines:
+            continue
         lines.append(
             f"{name:<36} {num_lines:>7} {_percent(lines_hit, num_lines):>8} {num_branches:>9} "
             f"{_percent(branches_hit, num_branches):>8}"
