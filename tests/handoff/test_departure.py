@@ -25,10 +25,10 @@ GONE_S = 2.0
 """Short for a test, long for the pauses of a busy machine."""
 
 
-# ---- presence
+# ---- liveness
 
 
-def presence() -> tuple[Liveness, list[str]]:
+def liveness() -> tuple[Liveness, list[str]]:
     """One that asks every 15 s, and whom it has asked."""
     asked: list[str] = []
     return Liveness(60.0, asked.append), asked
@@ -38,22 +38,22 @@ A, B = PeerName("a"), PeerName("b")
 
 
 def test_a_peer_is_asked_at_once_and_again_when_it_is_silent() -> None:
-    one, asked = presence()
+    one, asked = liveness()
     assert one.next_s == float("inf")
-    one.meet(A, 100.0)
+    one.add(A, 100.0)
     assert (asked, one.next_s) == (["a"], 115.0)
-    one.heard(A)
+    one.message_came(A)
     assert (one.tick(115.0), asked, one.next_s) == ([], ["a"], 130.0)
     assert (one.tick(130.0), asked) == ([], ["a", "a"])
 
 
 def test_a_peer_is_gone_after_three_questions_and_not_before() -> None:
-    one, asked = presence()
-    one.meet(A, 0.0)
-    one.meet(B, 0.0)
+    one, asked = liveness()
+    one.add(A, 0.0)
+    one.add(B, 0.0)
     gone_at_s = []
     for at_s in range(15, 200, 15):
-        one.heard(B)
+        one.message_came(B)
         if A in one.tick(at_s):
             gone_at_s.append(at_s)
             one.forget(A)
@@ -64,19 +64,19 @@ def test_a_peer_is_gone_after_three_questions_and_not_before() -> None:
 
 def test_after_a_long_stop_of_our_own_nobody_is_gone_yet() -> None:
     """SIGSTOP, or a laptop that slept: it is we who were away."""
-    one, asked = presence()
-    one.meet(A, 0.0)
+    one, asked = liveness()
+    one.add(A, 0.0)
     one.tick(15.0)
     assert one.tick(10_000.0) == []
     assert one.next_s == 10_015.0
-    one.heard(A)
+    one.message_came(A)
     assert one.tick(10_015.0) == []
     assert len(asked) == 2
 
 
 def test_nothing_is_kept_of_forgotten_peers() -> None:
-    one, _ = presence()
-    one.meet(A, 0.0)
+    one, _ = liveness()
+    one.add(A, 0.0)
     one.forget(A)
     one.forget(A)
     assert (len(one), one.next_s, one.tick(15.0)) == (0, float("inf"), [])
@@ -234,14 +234,14 @@ def tables(engine: Engine) -> dict[str, int]:
     driver = engine.drivers[0]
     transport = driver._transport
     assert isinstance(transport, MemoryTransport)
-    core = driver._core
+    core = driver._protocol
     return {
-        "links": len(driver._links),
-        "engines": len(driver._engines),
-        "away": len(driver._away),
-        "pieces": len(driver._pieces),
-        "connected": len(driver._connected),
-        "presence": len(driver._presence),
+        "links": len(driver._connections.links),
+        "engines": len(driver._peers),
+        "away": driver._connections.num_away,
+        "unfinished messages": len(driver._inbox),
+        "connected": driver._connections.num_connected,
+        "liveness": len(driver._liveness),
         "peers": core.num_peers,
         "core engines": len(core._engines),
         "beats": len(core.prefill._heartbeats._beats) + len(core.decode._heartbeats._beats),
@@ -281,7 +281,7 @@ def test_a_hundred_restarts_leave_nothing(world: World) -> None:
         assert len(lost) == 2, "the others were replaced"
     else:
         assert sorted(lost) == sorted(f"d{number}" for number in range(105))
-    assert all(f"nothing was heard of it for {GONE_S:g} s" in reason for _, _, reason in p.lost)
+    assert all(f"it gave no sign of life for {GONE_S:g} s" in reason for _, _, reason in p.lost)
 
 
 def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
@@ -289,15 +289,15 @@ def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
     p.meet(d)
     d.meet(p)
     asked = 0
-    presence = p.drivers[0]._presence
-    greet = presence._ask
+    liveness = p.drivers[0]._liveness
+    ping = liveness._ping
 
     def counting(name: PeerName) -> None:
         nonlocal asked
         asked += 1
-        greet(name)
+        ping(name)
 
-    presence._ask = counting
+    liveness._ping = counting
     until(lambda: asked >= 5, p, d)  # half of the questions are not needed: the peer asks too
     assert not p.lost
     assert not d.lost
@@ -309,7 +309,7 @@ def test_a_peer_is_greeted_when_it_is_introduced(world: World) -> None:
     p, d = world.engine("p", Role.PREFILL, gone_after_s=600), world.engine("d", Role.DECODE, gone_after_s=600)
     heard = {"p": 0, "d": 0}
     for name, engine in (("p", p), ("d", d)):
-        core = engine.drivers[0]._core
+        core = engine.drivers[0]._protocol
         message = core.message
 
         def counting(*args: Any, of: str = name, message: Any = message) -> None:

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvferry.handoff.driver.driver import Driver
 from kvferry.handoff.driver.mover import Mover
+from kvferry.handoff.driver.own import Callbacks, OwnCache, OwnEngine
 from kvferry.handoff.orders import Failed, Fetch, Landed, Offer, PeerAccepted, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
@@ -91,18 +92,12 @@ class Engine:
             self.movers.append(mover)
             self.drivers.append(
                 Driver(
-                    transport=transport,
-                    layout=layout,
-                    memory_owners=[self.caches[index]],
-                    engine=self.engine,
-                    incarnation=self.incarnation,
-                    rank=index,
-                    num_ranks=num_ranks,
-                    settings=settings,
-                    engine_layouts=self.layouts if know_each_other else (),
+                    transport,
+                    OwnEngine(self.engine, self.incarnation, num_ranks, tuple(self.layouts) if know_each_other else ()),
+                    OwnCache(layout, [self.caches[index]], more_regions),
+                    settings,
                     mover=mover,
-                    more_regions=more_regions,
-                    on_lost=lambda *lost: self.lost.append(lost),
+                    callbacks=Callbacks(on_lost=lambda *lost: self.lost.append(lost)),
                     gone_after_s=gone_after_s,
                 )
             )

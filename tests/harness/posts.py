@@ -39,4 +39,4 @@ def a_write(engine: Engine, *, not_after_s: float, until_s: float) -> tuple[Post
         not_after_s=not_after_s,
         until_s=until_s,
     )
-    return post, Link(name=name, metadata=b"", regions=peer.regions, inward=None, outward=flow)
+    return post, Link(name=name, metadata=b"", regions=peer.regions, incoming=None, outgoing=flow)

@@ -6,7 +6,8 @@ import pytest
 
 from kvferry.ids import PeerName
 from kvferry.testing.ends import End, LocalEnd, ProcessEnd
-from kvferry.testing.transport_suite import NEAR, TransportSuite
+from kvferry.testing.transport_room import FAR, NEAR, THIRD
+from kvferry.testing.transport_suite import TransportSuite
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.transport.registry import make_transport
@@ -40,7 +41,8 @@ class TestNixlBetweenProcesses(TransportSuite):
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _processes(cls) -> Iterator[None]:
-        cls.processes: dict[PeerName, ProcessEnd] = {}
+        # Before the first test: no test starts a process that outlives it.
+        cls.processes = {name: ProcessEnd("nixl", name, (64,)) for name in (FAR, THIRD)}
         yield
         for end in cls.processes.values():
             end.close()
@@ -48,10 +50,7 @@ class TestNixlBetweenProcesses(TransportSuite):
     def make_end(self, name: PeerName, sizes: Sequence[int]) -> End:
         if name == NEAR:
             return LocalEnd(make_transport("nixl", name), name, sizes)
-        if name not in self.processes:
-            self.processes[name] = ProcessEnd("nixl", name, sizes)
-        else:
-            self.processes[name].renew(name, sizes)
+        self.processes[name].renew(name, sizes)
         return Kept(self.processes[name])
 
     def make_bare(self) -> Transport:

@@ -7,7 +7,7 @@ from kvferry.errors import PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.description import MemoryKind, Region
 from kvferry.testing.ends import LocalEnd
-from kvferry.testing.transport_suite import runs
+from kvferry.testing.transport_room import runs
 from kvferry.transport.base import Operation, Polled
 from kvferry.transport.memory import POISON, MemoryHub, MemoryTransport
 

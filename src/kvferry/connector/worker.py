@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from kvferry.connector.base import RankRecord
 from kvferry.handoff.driver.adaptive import AdaptiveMover
 from kvferry.handoff.driver.driver import Driver
+from kvferry.handoff.driver.own import Callbacks, OwnCache, OwnEngine
 from kvferry.handoff.orders import StepOrders, StepReport
 from kvferry.ids import EngineId, Incarnation, new_incarnation, peer_name
 from kvferry.layout.description import CacheLayout, MemoryKind, Region
@@ -95,19 +96,12 @@ def start_worker(
         _staged_mover(layout, owners, transport, settings) if settings.transfer.staging_bytes else (None, ())
     )
     driver = Driver(
-        transport=transport,
-        layout=layout,
-        memory_owners=owners,
-        engine=engine,
-        incarnation=incarnation,
-        rank=rank,
-        num_ranks=num_ranks,
-        engine_layouts=engine_layouts,
-        settings=settings,
+        transport,
+        OwnEngine(engine, incarnation, num_ranks, tuple(engine_layouts)),
+        OwnCache(layout, owners, staging),
+        settings,
         mover=mover,
-        more_regions=staging,
-        on_lost=on_lost,
-        on_report=on_report,
+        callbacks=Callbacks(on_lost or _ignore, on_report or _ignore),
     )
     try:
         driver.start()
@@ -115,6 +109,10 @@ def start_worker(
         driver.close()
         raise
     return HandoffWorker(driver, RankRecord(layout, incarnation, settings.transfer.transport, driver.metadata))
+
+
+def _ignore(*_: object) -> None:
+    """Stands for a callback that was not given."""
 
 
 def _staged_mover(

@@ -19,7 +19,7 @@ from kvferry.errors import FerryError, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import Region
-from kvferry.transport.base import Operation, Polled, Ticket, Transport
+from kvferry.transport.base import LOOK_EVERY_S, Operation, Polled, Ticket, Transport, WakeAddress
 from kvferry.transport.registry import make_transport
 
 __all__ = ["End", "LocalEnd", "ProcessEnd"]
@@ -215,12 +215,28 @@ class _Forwarded:
     def poll(self) -> Polled:
         return self._end.run(_call, "poll")  # type: ignore[no-any-return]  # as Transport says
 
+    def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
+        self._end.run(_wait, timeout_s, look_every_s)
+
+    def wake(self) -> None:
+        self._end.run(_call, "wake")
+
+    def listen(self, host: str) -> WakeAddress | None:
+        return self._end.run(_call, "listen", host)  # type: ignore[no-any-return]  # as Transport says
+
+    def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
+        self._end.run(_call, "set_wake_address", peer, address)
+
     def close(self) -> None:
         self._end.run(_call, "close")
 
 
 def _call(end: LocalEnd, method: str, *args: object) -> Any:
     return getattr(end.transport, method)(*args)
+
+
+def _wait(end: LocalEnd, timeout_s: float, look_every_s: float) -> None:
+    end.transport.wait(timeout_s, look_every_s=look_every_s)
 
 
 def _fill(end: LocalEnd, region: int, data: bytes, offset: int) -> None:

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -18,87 +18,16 @@ from kvferry.errors import PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import Region
-from kvferry.testing.ends import End
-from kvferry.transport.base import MAX_MESSAGE_BYTES, Completion, Operation, Polled, Received, Ticket, Transport
+from kvferry.testing.ends import End, LocalEnd
+from kvferry.testing.transport_room import FAR, NEAR, SIZE, THIRD, Room, runs
+from kvferry.transport.base import MAX_MESSAGE_BYTES, Operation, Polled, Received, Transport, WakeAddress
 
-__all__ = ["NEAR", "Room", "TransportSuite", "runs"]
+__all__ = ["LONG_S", "TransportSuite", "wait_after_wake", "wait_for_message", "wait_to_be_woken"]
 
-SIZE = 1 << 16
-NEAR, FAR, THIRD = PeerName("near/i1/0"), PeerName("far/i1/0"), PeerName("third/i1/0")
 READ, WRITE = Operation.READ, Operation.WRITE
+LONG_S = 30.0
+"""Far more than a test takes: a `wait` of this length that did not end early fails its test."""
 _PAUSE = threading.Event()
-
-
-def runs(
-    source: Sequence[int], destination: Sequence[int], length: Sequence[int], *, regions: tuple[int, int] = (0, 0)
-) -> Runs:
-    """Byte runs from lists."""
-    as_array = [np.array(values, dtype=np.int64) for values in (source, destination, length)]
-    return Runs(*regions, *as_array)
-
-
-class Room:
-    """The ends of one test, and all that they were told."""
-
-    def __init__(self, make_end: Callable[[PeerName, Sequence[int]], End], deadline_s: float) -> None:
-        self._make_end = make_end
-        self._deadline_s = deadline_s
-        self.ends: list[End] = []
-        self.completions: dict[PeerName, list[Completion]] = {}
-        self.messages: dict[PeerName, list[Received]] = {}
-
-    def end(self, name: PeerName, sizes: Sequence[int] = (SIZE,)) -> End:
-        """A new end, closed when the test is over."""
-        end = self._make_end(name, sizes)
-        self.ends.append(end)
-        self.completions[name], self.messages[name] = [], []
-        return end
-
-    def pair(self, sizes: Sequence[int] = (SIZE,)) -> tuple[End, End]:
-        """Two connected ends, each with memory of its own content."""
-        near, far = self.end(NEAR, sizes), self.end(FAR, sizes)
-        for seed, end in enumerate((near, far)):
-            for index, size in enumerate(sizes):
-                end.fill(index, np.random.default_rng((seed, index)).bytes(size))
-        self.connect(near, far)
-        return near, far
-
-    def connect(self, one: End, other: End) -> None:
-        """Both ways."""
-        one.transport.connect(other.name, other.transport.metadata(), other.regions)
-        other.transport.connect(one.name, one.transport.metadata(), one.regions)
-
-    def poll(self, end: End) -> Polled:
-        """One poll, kept."""
-        polled = end.transport.poll()
-        self.completions[end.name].extend(polled.completions)
-        self.messages[end.name].extend(polled.messages)
-        return polled
-
-    def drive(self, until: Callable[[], bool], *ends: End) -> None:
-        """Poll these ends, or all, until the condition holds; fails at the deadline."""
-        end_s = time.monotonic() + self._deadline_s
-        while not until():
-            assert time.monotonic() < end_s, f"not after {self._deadline_s} s: {self.completions} {self.messages}"
-            for end in ends or self.ends:
-                self.poll(end)
-            _PAUSE.wait(0.0005)
-
-    def wait_completion(self, end: End, ticket: Ticket, *driven: End) -> Completion:
-        """Drive until this ticket has ended."""
-        found: list[Completion] = []
-
-        def ended() -> bool:
-            found[:] = [done for done in self.completions[end.name] if done.ticket == ticket]
-            return bool(found)
-
-        self.drive(ended, *driven)
-        assert len(found) == 1, f"a ticket ends once: {found}"
-        return found[0]
-
-    def bodies(self, end: End) -> list[bytes]:
-        """The bodies of all messages that this end has got."""
-        return [message.body for message in self.messages[end.name]]
 
 
 class TransportSuite:
@@ -281,6 +210,68 @@ class TransportSuite:
         near.transport.send(FAR, b"third")
         room.drive(lambda: len(room.messages[FAR]) == 3)
         assert room.bodies(far) == [b"early", b"second", b"third"]
+
+    # Waiting
+
+    @pytest.mark.parametrize("before", [True, False], ids=["sent-before", "sent-meanwhile"])
+    def test_wait_ends_when_a_message_comes(self, room: Room, before: bool) -> None:
+        near, far = room.pair()
+        if before:
+            near.transport.send(FAR, b"come")
+            assert far.run(wait_for_message) < LONG_S / 3
+            return
+        took_s: list[float] = []
+        waiter = threading.Thread(target=lambda: took_s.append(far.run(wait_for_message)))
+        waiter.start()
+        near.transport.send(FAR, b"come")
+        waiter.join(LONG_S)
+        assert took_s, "no message came"
+        assert took_s[0] < LONG_S / 3
+
+    @pytest.mark.parametrize("operation", [READ, WRITE])
+    def test_wait_ends_when_a_transfer_ends(self, room: Room, operation: Operation) -> None:
+        near, _ = room.pair()
+        ticket = near.transport.post(FAR, operation, [runs([0], [0], [SIZE])])
+        began_s = time.monotonic()
+        while not any(done.ticket == ticket for done in room.poll(near).completions):
+            near.transport.wait(LONG_S, look_every_s=LONG_S)
+        assert time.monotonic() - began_s < LONG_S / 3
+
+    def test_wait_ends_when_another_thread_wakes_it(self, room: Room) -> None:
+        _, far = room.pair()
+        assert far.run(wait_to_be_woken) < LONG_S / 3
+
+    def test_a_wake_before_the_wait_ends_it_at_once(self, room: Room) -> None:
+        near, far = room.pair()
+        for end in (near, far):
+            assert end.run(wait_after_wake) < LONG_S / 3
+
+    def test_wait_ends_after_its_timeout(self, room: Room) -> None:
+        near, far = room.pair()
+        for end in (near, far):
+            for timeout_s in (0.0, 0.0001, 0.02):
+                end.transport.wait(timeout_s)
+                end.transport.wait(timeout_s, look_every_s=LONG_S)
+            assert room.poll(end) == Polled()
+
+    def test_waking_a_transport_that_is_closed_does_nothing(self, room: Room) -> None:
+        near, _ = room.pair()
+        near.transport.wake()
+        near.transport.close()
+        near.transport.wake()
+
+    def test_peers_can_wake_each_other_where_the_transport_says_how(self, room: Room) -> None:
+        near, far = room.pair()
+        for end, peer in ((near, far), (far, near)):
+            address = end.transport.listen("127.0.0.1")
+            if address is not None:
+                peer.transport.set_wake_address(end.name, address)
+        for number in range(3):
+            near.transport.send(FAR, b"come %d" % number)
+            assert far.run(wait_for_message) < LONG_S / 3
+            far.transport.send(NEAR, b"go %d" % number)
+            assert near.run(wait_for_message) < LONG_S / 3
+        near.transport.set_wake_address(PeerName("nobody"), WakeAddress("127.0.0.1", 1, b"x"))
 
     # Refusals
 
@@ -470,3 +461,39 @@ class TransportSuite:
         room.drive(lambda: bool(room.messages[FAR]))
         assert room.bodies(far) == [b"hello"]
         assert list(itertools.chain(*room.completions.values())) == []
+
+
+# These run where the end is; each returns how long it waited.
+
+
+def wait_for_message(end: LocalEnd) -> float:
+    """Waits for one message, in sleeps that are far too long unless something ends them."""
+    began_s = time.monotonic()
+    while not end.transport.poll().messages:
+        end.transport.wait(LONG_S)
+    return time.monotonic() - began_s
+
+
+def wait_to_be_woken(end: LocalEnd) -> float:
+    """Waits while another thread calls `wake`."""
+    woken = threading.Event()
+
+    def wake() -> None:
+        while not woken.wait(0.001):
+            end.transport.wake()
+
+    waker = threading.Thread(target=wake)
+    began_s = time.monotonic()
+    waker.start()
+    end.transport.wait(LONG_S, look_every_s=LONG_S)
+    woken.set()
+    waker.join()
+    return time.monotonic() - began_s
+
+
+def wait_after_wake(end: LocalEnd) -> float:
+    """Calls `wake`, and then waits."""
+    began_s = time.monotonic()
+    end.transport.wake()
+    end.transport.wait(LONG_S, look_every_s=LONG_S)
+    return time.monotonic() - began_s

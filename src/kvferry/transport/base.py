@@ -1,4 +1,8 @@
-"""The port that every transport implements. Its conformance suite is kvferry.testing.transport_suite.TransportSuite."""
+"""The port that every transport implements. Its conformance suite is kvferry.testing.transport_suite.TransportSuite.
+
+Life of a transport: made; `register` (once); `listen` (at most once); then `connect`, `post`, `send`, `poll`, `wait`
+and `disconnect`, any number of times; `close`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +13,24 @@ from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import Region
 
-__all__ = ["MAX_MESSAGE_BYTES", "Completion", "Operation", "Polled", "Received", "Ticket", "Transport"]
+__all__ = [
+    "LOOK_EVERY_S",
+    "MAX_MESSAGE_BYTES",
+    "Completion",
+    "Operation",
+    "Polled",
+    "Received",
+    "Ticket",
+    "Transport",
+    "WakeAddress",
+]
 
 Ticket = NewType("Ticket", int)
 
 MAX_MESSAGE_BYTES = 64 << 10
 """A longer message is refused by `send` and `post`."""
+LOOK_EVERY_S = 0.001
+"""How late `wait` may notice a message of a peer that does not wake us, unless its caller says otherwise."""
 
 
 class Operation(StrEnum):
@@ -48,8 +64,20 @@ class Polled:
     messages: tuple[Received, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class WakeAddress:
+    """Where a peer can end our `wait`. It travels in the peer protocol; only transports know what it means."""
+
+    host: str
+    """The host of the rank's side channel. A name instead of an address cannot be used."""
+    port: int
+    token: bytes
+    """What shows that it is the peer who wakes us."""
+
+
 class Transport(Protocol):
-    """One rank's end. Not thread-safe: one thread (the driver's) calls everything but the constructor and `close`.
+    """One rank's end. Not thread-safe: one thread (the driver's) calls everything but the constructor, `wake` and
+    `close`.
 
     `post` and `send` raise PeerLost for a peer that is not connected, or known to be gone, and TransferError where the
     library refuses; they never raise anything else for what a peer or the network does.
@@ -89,6 +117,30 @@ class Transport(Protocol):
 
     def poll(self) -> Polled:
         """Completions and messages since the last call. Never blocks."""
+        ...
+
+    def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
+        """Sleep until `poll` may have something, `wake` was called, or `timeout_s` has passed.
+
+        It may return early for no reason; call `poll` after it. A peer that does not wake us has to be looked for: then
+        it returns after `look_every_s` at the latest.
+        """
+        ...
+
+    def wake(self) -> None:
+        """End the present `wait`, or else the next one. From any thread; never blocks; does nothing after `close`."""
+        ...
+
+    def listen(self, host: str) -> WakeAddress | None:
+        """Let peers end our `wait`, at a port of `host`, an address of this machine.
+
+        Called at most once, after `register`. Returns what peers need for that; None if they cannot do it, or need
+        nothing for it.
+        """
+        ...
+
+    def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
+        """Wake a connected peer there after each message. `disconnect` forgets it. The peer chose it: it is hostile."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from kvferry.errors import PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import MemoryKind, Region
-from kvferry.transport.base import Completion, Operation, Polled, Received, Ticket
+from kvferry.transport.base import LOOK_EVERY_S, Completion, Operation, Polled, Received, Ticket, WakeAddress
 from kvferry.transport.run_checks import check_message, check_regions, check_runs
 
 __all__ = ["POISON", "MemoryFaults", "MemoryHub", "MemoryTransport"]
@@ -69,6 +69,8 @@ class _End:
 
     regions: tuple[Region, ...] = ()
     inbox: deque[Received] = field(default_factory=deque)
+    awake: threading.Event = field(default_factory=threading.Event)
+    """Set when there is something to poll, or `wake` was called; cleared by `wait`."""
 
 
 class MemoryHub:
@@ -95,11 +97,14 @@ class MemoryHub:
             if self.faults.drop_messages > 0:
                 self.faults.drop_messages -= 1
             elif not self.is_lost(to) and not self.is_lost(sender):
-                self.ends[to].inbox.append(Received(sender, body))
+                end = self.ends[to]
+                end.inbox.append(Received(sender, body))
+                end.awake.set()
 
 
 _DEFAULT_HUB = MemoryHub()
 _MAX_EARLY = 1024
+_IN_FLIGHT_S = 0.0001
 
 
 class MemoryTransport:
@@ -114,6 +119,7 @@ class MemoryTransport:
         self._peers: dict[PeerName, _Peer] = {}
         self._transfers: list[_Transfer] = []
         self._tickets = itertools.count(1)
+        self._awake = threading.Event()
         self._closed = False
 
     def register(self, regions: Sequence[Region], owners: Sequence[object]) -> None:
@@ -127,7 +133,7 @@ class MemoryTransport:
             check_regions(regions)
             self._regions = tuple(regions)
             self._owners = tuple(owners)
-            self.hub.ends[self.agent_name] = _End(self._regions)
+            self.hub.ends[self.agent_name] = _End(self._regions, awake=self._awake)
 
     def metadata(self) -> bytes:
         """See Transport.metadata."""
@@ -152,6 +158,7 @@ class MemoryTransport:
             if peer in self._peers:
                 raise TransferError(f"peer {peer!r} is connected already: disconnect it first")
             self._peers[peer] = _Peer(tuple(regions))
+            self._awake.set()  # its messages may have come before
 
     def disconnect(self, peer: PeerName) -> None:
         """See Transport.disconnect."""
@@ -221,6 +228,25 @@ class MemoryTransport:
                     completions.append(self._carry_out(transfer))
             self._transfers = waiting
             return Polled(tuple(completions), tuple(self._take_messages()))
+
+    def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
+        """See Transport.wait. All peers are in this process: their messages set our event."""
+        if self._transfers:
+            timeout_s = min(timeout_s, _IN_FLIGHT_S)  # only `poll` copies
+        elif self.hub.faults.hold_messages:
+            timeout_s = min(timeout_s, look_every_s)
+        self._awake.wait(timeout_s)
+        self._awake.clear()
+
+    def wake(self) -> None:
+        """See Transport.wake."""
+        self._awake.set()
+
+    def listen(self, host: str) -> None:
+        """See Transport.listen. Peers need no address."""
+
+    def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
+        """See Transport.set_wake_address. It is not needed."""
 
     def close(self) -> None:
         """See Transport.close."""

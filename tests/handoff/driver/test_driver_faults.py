@@ -84,7 +84,7 @@ def test_prefill_is_killed(world: World) -> None:
     world.hand_over(again, d, "t2")
     until(lambda: again.seen[0].taken == ["t2"], again, d)
     assert d.drivers[0].stats().peers == 1
-    assert len(d.drivers[0]._links) == 1
+    assert len(d.drivers[0]._connections.links) == 1
     np.testing.assert_array_equal(d.tokens(TARGET, 0, 12), again.tokens(SOURCE, 0, 12))
 
 
@@ -166,8 +166,8 @@ def test_a_peer_that_does_not_fit_leaves_nothing(world: World) -> None:
     assert "is not known" in d.seen[0].failed[0].reason
     stats = d.drivers[0].stats()
     assert (stats.refused_peers, stats.peers) == (20, 0)
-    assert not d.drivers[0]._links
-    assert not d.drivers[0]._connected
+    assert not d.drivers[0]._connections.links
+    assert not d.drivers[0]._connections.num_connected
 
 
 def test_ranks_learn_of_their_siblings_from_their_own_hello(world: World) -> None:
@@ -203,8 +203,8 @@ def test_close_tells_the_peer(world: World) -> None:
     p, d = world.pair()
     p.submit(StepOrders(offer=(offer("t1", SOURCE, 4, final=False),)))
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
-    until(lambda: bool(d.drivers[0]._core.decode._receives) and not p.drivers[0]._idle, p, d)
-    receive = d.drivers[0]._core.decode._receives[TransferId("t1")]
+    until(lambda: bool(d.drivers[0]._protocol.decode._receives) and not p.drivers[0]._idle, p, d)
+    receive = d.drivers[0]._protocol.decode._receives[TransferId("t1")]
     # Nothing is in flight: a read that is cut off by the close is told as such, and may come first.
     until(lambda: receive.sources[0].arrived_to == 4 and not receive.sources[0].in_flight, p, d)
     p.close()

@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import ConfigError, FerryError, PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.testing.ends import LocalEnd, ProcessEnd
-from kvferry.testing.transport_suite import runs
+from kvferry.testing.transport_room import runs
 from kvferry.transport.base import Completion, Operation
 from kvferry.transport.nixl.nixl import NixlTransport
 from kvferry.transport.nixl.nixl_errors import MEANING, bindings, mapped

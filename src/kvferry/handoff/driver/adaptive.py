@@ -1,6 +1,6 @@
 """A mover that chooses for each part: run by run from cache to cache, or through staging memory of ours.
 
-Staging is one-sided: whoever posts packs or unpacks in its own registered memory, so the peer needs to know nothing of
+Staging is one-sided: the side that posts packs or unpacks in its own registered memory, and the peer need not know of
 it. The cost model decides; `kvferry bench calibrate` measures what it rests on.
 """
 
@@ -28,9 +28,9 @@ __all__ = ["AdaptiveMover"]
 logger = logging.getLogger(__name__)
 
 _MIN_STAGED_BYTES = 128 << 10
-"""Less than this goes directly without a look at the costs."""
+"""A part of fewer bytes goes directly; costs are not compared."""
 _FEW_TOKENS, _FEW_RUNS = 4096, 32
-"""So few runs are not worth a look at the costs: what they cost beyond one run is less than the look."""
+"""A part of at most this many tokens and runs goes directly: comparing costs would take longer than the runs do."""
 _SAMPLE_CHUNKS = 2
 """The first chunk alone may be the odd tokens before the first whole block, and not typical."""
 
@@ -42,7 +42,7 @@ class _Staged:
 
 
 class AdaptiveMover:
-    """Direct or staged, by predicted time. Implements handoff.mover.Mover.
+    """Direct or staged, by predicted time. Implements handoff.driver.mover.Mover.
 
     `staging_region`: the pool's index among the regions that were registered with the transport.
     """
@@ -67,13 +67,13 @@ class AdaptiveMover:
 
     def start(self, post: Post, link: Link) -> Moved | None:
         """See Mover.start."""
-        flow = link.outward if post.operation is Operation.WRITE else link.inward
+        flow = link.outgoing if post.operation is Operation.WRITE else link.incoming
         num_bytes = 0 if flow is None else flow.bytes_per_token * len(post.tokens)
         if flow is None or num_bytes < _MIN_STAGED_BYTES:
             return self._direct.start(post, link)
         try:
             if len(post.tokens) <= _FEW_TOKENS:
-                # Mostly a run a block: planned at once, which is quicker than to compare the ways.
+                # Mostly one run per block: planned at once, which is quicker than comparing the two ways.
                 runs = runs_of(post, flow)
                 if sum(len(some) for some in runs) <= _FEW_RUNS:
                     return self._direct.start(post, link, runs)
@@ -92,7 +92,7 @@ class AdaptiveMover:
         return None
 
     def completed(self, completion: Completion) -> Moved | None:
-        """See Mover.completed. What a staged part came to is told by `poll`."""
+        """See Mover.completed. How a staged part ended is returned by `poll`."""
         if self._stager.completed(completion):
             return None
         return self._direct.completed(completion)
@@ -113,12 +113,12 @@ class AdaptiveMover:
         return self._direct.num_in_flight + len(self._staged)
 
     def close(self) -> None:
-        """Before the transport's close: no copy runs after it."""
+        """Called before the transport's close: no copy runs after it."""
         self._stager.close()
         self._staged.clear()
 
     def _plans(self, post: Post, flow: Flow) -> Iterator[StagedPlan] | None:
-        """The chunks of one part; None if one is too long for the pool. Raises MalformedMessage for a wrong table."""
+        """Returns the chunks of one part; None if one exceeds the pool. Raises MalformedMessage for wrong tables."""
         writing = post.operation is Operation.WRITE
         source, destination = (post.local, post.remote) if writing else (post.remote, post.local)
         parts = []

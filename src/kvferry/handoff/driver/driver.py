@@ -1,138 +1,112 @@
-"""One thread a worker, between the state machines, the clock and the transport.
+"""The loop of a rank's hand-offs: one thread between the state machines, the clock and the transport.
 
-The engine's thread only appends to a queue (submit) and takes finished reports (collect). Everything else, also calls
-that block for a whole copy, happens here: orders, messages, completions and deadlines go into the RankProtocol; its
-actions are carried out, sends before posts, and one post per turn, so that a long copy delays no heartbeat more than
-it must.
+Life of a driver: made; `start` (registers the memory, starts the thread); then turns until `close`. The engine's thread
+only appends to a queue (`submit`) and takes finished reports (`collect`). Everything else, also calls that block for a
+whole copy, happens on the driver's thread: orders, messages, completions and deadlines go into the RankProtocol, and
+its actions are carried out (carrier.py).
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.errors import FerryError, MalformedMessage, PeerError, PeerLost, TransferError
-from kvferry.handoff.actions import Disconnect, Peer, Post, PostId, Send
-from kvferry.handoff.driver.links import Link, layouts_of, make_links
+from kvferry.errors import FerryError, TransferError
+from kvferry.handoff.driver.carrier import Carrier
+from kvferry.handoff.driver.connections import Connections
+from kvferry.handoff.driver.inbox import Inbox
+from kvferry.handoff.driver.links import Link
 from kvferry.handoff.driver.liveness import GONE_AFTER_S, Liveness
-from kvferry.handoff.driver.mover import DirectMover, Moved, Mover
-from kvferry.handoff.driver.poll_interval import pause_s
+from kvferry.handoff.driver.mover import DirectMover, Mover
+from kvferry.handoff.driver.own import Callbacks, OwnCache, OwnEngine
+from kvferry.handoff.driver.peers import Peers
+from kvferry.handoff.driver.poll_interval import longest_wait_s, look_every_s
 from kvferry.handoff.driver.queries import LinkQueries
 from kvferry.handoff.orders import PeerAccepted, PeerGone, StepOrders, StepReport, merged
 from kvferry.handoff.rank_protocol import RankProtocol
-from kvferry.handoff.verify import CacheMemory, DramMemory
-from kvferry.ids import EngineId, Incarnation, PeerName
-from kvferry.layout.description import CacheKind, CacheLayout, Region
+from kvferry.handoff.verify import DramMemory
+from kvferry.ids import PeerName
+from kvferry.layout.description import CacheKind
 from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 from kvferry.transport.base import Received, Transport
-from kvferry.transport.nixl.doorbell import Doorbell
-from kvferry.wire.handoff_messages import Fragment, Reassembly, Renew, RenewAck, decode_message, frames, with_bell
-from kvferry.wire.hello import decode_hello
+from kvferry.wire.handoff_messages import Renew, RenewAck
 
 __all__ = ["Driver"]
 
 logger = logging.getLogger(__name__)
 
 _NOTHING = StepReport()
-_RETRY_S, _MAX_RETRY_S = 1.0, 30.0
-"""A lost peer is connected again after 1 s, 2 s, 4 s ... up to this, for as long as it was not introduced anew."""
 _START_S, _CLOSE_S = 60.0, 15.0
-
-
-@dataclass(slots=True)
-class _Engine:
-    introduce: PeerAccepted
-    links: list[Link]
+_BUSY_S = 0.02
+"""For this long after something happened, a driver that has to poll for the next message does so often."""
 
 
 class Driver:
-    """Carries one rank's hand-offs. `submit`, `collect` and `stats` may be called from any thread and never block.
-
-    `memory_owners` keep the cache's memory alive until `close`. `more_regions` are registered behind the layout's: the
-    mover's staging memory. A prefill engine of several ranks needs the layouts of all of them, to push and to verify:
-    `engine_layouts`, in the order of their Rank.index, or later an Introduce of our own engine.
-
-    `on_lost` hears, on the driver's thread, of incarnations that were found gone and are forgotten: nothing was heard
-    of them for `gone_after_s`, or during a whole lease of a hand-off. `on_report` is told, on that thread too, that
-    there may be something to collect, or news in `stats`. Neither may block or raise.
-    """
+    """Carries one rank's hand-offs. `submit`, `collect` and `stats` may be called from any thread and never block."""
 
     def __init__(
         self,
-        *,
         transport: Transport,
-        layout: CacheLayout,
-        memory_owners: Sequence[object],
-        engine: EngineId,
-        incarnation: Incarnation,
-        rank: int,
-        num_ranks: int,
+        own: OwnEngine,
+        cache: OwnCache,
         settings: FerrySettings,
-        clock: Clock | None = None,
-        engine_layouts: Sequence[CacheLayout] = (),
+        *,
         mover: Mover | None = None,
-        memory: CacheMemory | None = None,
-        more_regions: Sequence[Region] = (),
-        on_lost: Callable[[EngineId, Incarnation, str], None] | None = None,
+        callbacks: Callbacks | None = None,
+        clock: Clock | None = None,
         gone_after_s: float | None = None,
-        on_report: Callable[[], None] | None = None,
     ) -> None:
         self._transport = transport
-        self._layout = layout
-        self._owners = tuple(memory_owners)
-        self._regions = (*layout.regions, *more_regions)
-        self._me = (engine, incarnation)
-        self._num_ranks = num_ranks
-        own_layouts = tuple(engine_layouts) or (layout,)
-        self._own_layouts = own_layouts if len(own_layouts) == num_ranks else ()
-        self._clock = clock if clock is not None else MonotonicClock()
-        self._mover = mover if mover is not None else DirectMover(transport)
-        self._links: dict[PeerName, Link] = {}
-        self._engines: dict[EngineId, _Engine] = {}
-        dram = DramMemory(layout)
-        readable = memory if memory is not None else dram if dram.covers_all else None
-        ports = {
-            inward: LinkQueries(self._links, layout, readable, settings.transfer.verify, inward=inward)
-            for inward in (False, True)
-        }
-        self._core = RankProtocol(
-            settings,
-            ports[False],
-            ports[True],
-            incarnation,
-            num_ranks=num_ranks,
-            whole_prefix=all(group.kind is CacheKind.FULL for group in layout.groups),
-        )
-        self._on_lost, self._on_report = on_lost, on_report or (lambda: None)
+        self._own = own
+        self._cache = cache
+        self._host = settings.side_channel.host
+        self._clock = clock or MonotonicClock()
+        self._mover = mover or DirectMover(transport)
+        self._callbacks = callbacks or Callbacks()
+        self._inbox = Inbox()
+        self._peers = Peers(own, cache.layout, transport.name)
+        self._connections = Connections(transport, self._clock)
+        self._protocol = self._make_protocol(settings)
+        self._carrier = Carrier(self._protocol, transport, self._connections, self._inbox, self._mover, self._clock)
         self._gone_after_s = gone_after_s or max(GONE_AFTER_S, 2 * settings.lease.ttl_s)
-        self._presence = Liveness(self._gone_after_s, self._core.ping)
+        self._liveness = Liveness(self._gone_after_s, self._protocol.ping)
         self._orders: deque[StepOrders] = deque()
         self._reports: deque[StepReport] = deque()
-        self._bell, self._host = Doorbell(), settings.side_channel.host
-        self._writing: dict[PostId, PeerName] = {}
-        """Posts behind whose last byte a message goes."""
-        self._ready = threading.Event()
-        self._stop = threading.Event()
-        self._drain = False
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-{engine}-{rank}", daemon=True)
+        name = f"kvferry-{own.engine}-{cache.layout.rank.index}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ready, self._stop = threading.Event(), threading.Event()
         self._start_error: FerryError | None = None
         self._metadata = b""
-        self._connected: set[PeerName] = set()
-        self._away: dict[PeerName, tuple[float, float]] = {}
-        self._posts: deque[Post] = deque()
-        self._pieces: dict[PeerName, Reassembly] = {}
-        self._busy_until_s = 0.0
         self._stats = HandoffStats()
-        self._refused_peers = self._malformed = 0
+        self._busy_until_s = 0.0
+        self._draining = False
         self._idle = True
+
+    def _make_protocol(self, settings: FerrySettings) -> RankProtocol:
+        layout, links = self._cache.layout, self._connections.links
+        dram = DramMemory(layout)
+        reader = self._cache.reader or (dram if dram.covers_all else None)
+        to_decode, from_prefill = (
+            LinkQueries(links, layout, reader, settings.transfer.verify, incoming=incoming)
+            for incoming in (False, True)
+        )
+        whole_prefix = all(group.kind is CacheKind.FULL for group in layout.groups)
+        return RankProtocol(
+            settings,
+            to_decode,
+            from_prefill,
+            self._own.incarnation,
+            num_ranks=self._own.num_ranks,
+            whole_prefix=whole_prefix,
+        )
 
     # ---- any thread
 
     def start(self) -> None:
-        """Register the memory and start the thread. Blocks until that is done. Raises what registration raised."""
+        """Registers the memory and starts the thread. Blocks until that is done. Raises what registration raised."""
         self._thread.start()
         if not self._ready.wait(_START_S):
             raise TransferError(f"transport {self._transport.name!r} has not registered memory in {_START_S:g} s")
@@ -145,54 +119,54 @@ class Driver:
         return self._metadata
 
     def submit(self, orders: StepOrders) -> None:
-        """Queue what the scheduler half says. Never blocks, never raises."""
+        """Queues orders of the scheduler half. Never blocks, never raises."""
         if orders:
             self._orders.append(orders)
-            self._bell.wake()
+            self._transport.wake()
 
     def collect(self) -> StepReport:
-        """What has ended since the last call."""
+        """Returns what has ended since the last call."""
         if not self._reports:
             return _NOTHING
         return merged([self._reports.popleft() for _ in range(len(self._reports))])
 
     @property
     def has_report(self) -> bool:
-        """`collect` has something."""
+        """True if `collect` has something."""
         return bool(self._reports)
 
     def stats(self) -> HandoffStats:
-        """Counters since the start, as of a moment ago."""
+        """Returns counters since the start, as of a moment ago."""
         return self._stats
 
     def drain(self) -> None:
         """Take on nothing that is not open already. `drained` says when all has ended."""
-        self._drain = True
-        self._bell.wake()
+        self._draining = True
+        self._transport.wake()
 
     @property
     def drained(self) -> bool:
         """After `drain`: nothing is open any more, and every end was collected."""
-        return self._drain and self._idle and not self._orders and not self._reports
+        return self._draining and self._idle and not self._orders and not self._reports
 
     def close(self) -> None:
-        """End every hand-off, tell the peers, stop the thread, close the transport. Idempotent; blocks for moments."""
+        """Ends every hand-off with a message to its peer, the thread and the transport. Idempotent; blocks briefly."""
         self._stop.set()
-        self._bell.wake()
+        self._transport.wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
             if self._thread.is_alive():
                 logger.warning("driver thread does not end thread=%s after_s=%g", self._thread.name, _CLOSE_S)
         self._transport.close()
-        self._bell.close()
 
     # ---- the driver's thread
 
     def _run(self) -> None:
         try:
-            self._transport.register(self._regions, self._owners)
+            regions = (*self._cache.layout.regions, *self._cache.staging)
+            self._transport.register(regions, tuple(self._cache.owners))
             self._metadata = self._transport.metadata()
-            self._bell.open(self._host)
+            self._carrier.wake_address = self._transport.listen(self._host)
         except FerryError as error:
             self._start_error = error
             return
@@ -205,296 +179,134 @@ class Driver:
             except Exception:  # the thread must live: one hand-off's fault is not another's
                 logger.exception("driver fault; the hand-offs concerned end by their deadlines")
                 self._stop.wait(0.01)
-        self._say_goodbye()
+        self._carrier.say_goodbye()
         self._mover.close()
 
     def _turn(self) -> bool:
         """One round. True: something happened, so more may be there."""
-        core, busy = self._core, False
+        protocol = self._protocol
+        busy = self._take_in()
+        now_s = self._clock.now_s()
+        # After the messages: a lease that was granted a moment ago is one to write under.
+        while self._orders:
+            busy = True
+            self._take_orders(self._orders.popleft(), now_s)
+        if self._draining:
+            protocol.prefill.drain(now_s)
+        due_s = protocol.next_deadline_s()
+        if due_s is not None and due_s <= now_s:
+            busy = True
+            protocol.tick(now_s)
+        self._connections.retry(now_s)
+        busy = self._find_gone(now_s) or busy
+        if protocol.decode.landed:
+            self._report()  # before anything is sent: the engine waits for it
+        busy = self._carrier.act() or busy
+        if busy:
+            self._report()
+            self._busy_until_s = now_s + _BUSY_S
+        return busy
+
+    def _take_in(self) -> bool:
+        """Hands messages and completions to the machines. True: there were some."""
         polled = self._transport.poll()
         # A grantor counts from when it received: not from before a poll that may have taken long.
         now_s = self._clock.now_s()
         for received in polled.messages:
-            busy = True
             self._receive(received, now_s)
         for completion in polled.completions:
-            busy = True
-            # The time of the poll is after the transfer's end: a lease that is valid now was valid then.
-            self._ended(self._mover.completed(completion), self._clock.now_s())
-        for moved in self._mover.poll():
-            busy = True
-            self._ended(moved, self._clock.now_s())
-        now_s = self._clock.now_s()
-        # Behind the messages: a lease that was granted a moment ago is one to write under.
-        while self._orders:
-            busy = True
-            self._take_orders(self._orders.popleft(), now_s)
-        if self._drain:
-            core.prefill.drain(now_s)
-        due_s = core.next_deadline_s()
-        if due_s is not None and due_s <= now_s:
-            busy = True
-            core.tick(now_s)
-        self._come_back(now_s)
-        if now_s >= self._presence.next_s:
-            busy = True
-            self._miss(self._presence.tick(now_s), f"nothing was heard of it for {self._gone_after_s:g} s", now_s)
-        if silent := core.take_silent():
-            self._miss([peer.name for peer in silent], "it gave no sign of life for a hand-off", now_s)
-        if core.decode.landed:
-            self._report()  # before anything is sent: the engine waits for it
-        busy = self._act() or busy
-        if busy:
-            self._report()
-            self._busy_until_s = now_s + 0.02
-        return busy
-
-    def _take_orders(self, orders: StepOrders, now_s: float) -> None:
-        for depart in orders.gone:
-            self._depart(depart, now_s)
-        for introduce in orders.accepted:
-            self._introduce(introduce, now_s)
-        self._core.orders(orders, now_s)
-
-    def _introduce(self, introduce: PeerAccepted, now_s: float) -> None:
-        if introduce.engine == self._me[0]:
-            self._learn_own_layouts(introduce)
-            return
-        known = self._engines.get(introduce.engine)
-        if known is not None and known.introduce.incarnation == introduce.incarnation:
-            return
-        links = self._make_links(introduce)
-        if links is None:
-            return
-        self._engines[introduce.engine] = _Engine(introduce, links)
-        for link in links:
-            self._links[link.name] = link
-        self._core.peer_accepted(introduce.engine, introduce.incarnation, len(links), now_s)
-        self._act()
-        self._forget(() if known is None else known.links)
-        logger.info("peer introduced peer=%s/%s ranks=%d", introduce.engine, introduce.incarnation, len(links))
-        # At once, not at the first message: a transport keeps the messages of a peer until we connect to it.
-        for link in links:
-            self._reconnect(link, now_s)
-            self._presence.meet(link.name, now_s)
-
-    def _depart(self, depart: PeerGone, now_s: float) -> None:
-        known = self._engines.get(depart.engine)
-        if known is None or known.introduce.incarnation != depart.incarnation:
-            return
-        del self._engines[depart.engine]
-        self._core.peer_gone(depart.engine, depart.incarnation, depart.reason, now_s)
-        self._act()
-        self._forget(known.links)
-        logger.info("peer forgotten peer=%s/%s cause=%s", depart.engine, depart.incarnation, depart.reason)
-
-    def _forget(self, links: Sequence[Link]) -> None:
-        """Nothing is kept of these, once the core's Disconnects were carried out."""
-        for link in links:
-            del self._links[link.name]
-            self._pieces.pop(link.name, None)
-            self._away.pop(link.name, None)
-            self._presence.forget(link.name)
-            self._bell.forget(link.name)
-
-    def _miss(self, names: Sequence[PeerName], why: str, now_s: float) -> None:
-        """These are gone for good, each with its whole engine: no hand-off does without a rank."""
-        for engine in [one for one in self._engines.values() if any(link.name in names for link in one.links)]:
-            depart = PeerGone(engine.introduce.engine, engine.introduce.incarnation, why)
-            self._depart(depart, now_s)
-            if self._on_lost is not None:
-                self._on_lost(depart.engine, depart.incarnation, why)
-
-    def _make_links(self, introduce: PeerAccepted) -> list[Link] | None:
-        try:
-            hello, links = make_links(
-                introduce.hello,
-                own_layout=self._layout,
-                own_layouts=self._own_layouts,
-                transport=self._transport.name,
-            )
-            if (hello.engine, hello.incarnation) != (introduce.engine, introduce.incarnation):
-                raise MalformedMessage(f"the hello of {introduce.engine!r} is {hello.engine!r}, or another start of it")
-        except PeerError as error:
-            self._refused_peers += 1
-            logger.warning("peer refused peer=%s cause=%s", introduce.engine, error)
-            return None
-        return links
-
-    def _learn_own_layouts(self, introduce: PeerAccepted) -> None:
-        """Our own engine's hello: from now on we know what our sibling ranks have, and so what we owe to whom."""
-        if introduce.incarnation != self._me[1] or self._own_layouts:
-            return
-        try:
-            self._own_layouts = layouts_of(decode_hello(introduce.hello))
-        except PeerError as error:
-            logger.warning("own hello cannot be read cause=%s", error)
-            return
-        if len(self._own_layouts) != self._num_ranks:
-            logger.warning("own hello has %d ranks, the engine has %d", len(self._own_layouts), self._num_ranks)
-            self._own_layouts = ()
-        for engine in self._engines.values():
-            engine.links = self._make_links(engine.introduce) or engine.links
-            self._links.update({link.name: link for link in engine.links})
+            self._carrier.moved(self._mover.completed(completion))
+        moved = self._mover.poll()
+        for one in moved:
+            self._carrier.moved(one)
+        return bool(polled.messages or polled.completions or moved)
 
     def _receive(self, received: Received, now_s: float) -> None:
-        try:
-            message = decode_message(received.body)
-            if isinstance(message, Fragment):
-                whole = self._pieces.setdefault(received.peer, Reassembly()).add(message)
-                if whole is None:
-                    return
-                message = whole
-        except MalformedMessage as error:
-            self._malformed += 1
-            level = logging.WARNING if self._malformed <= 10 else logging.DEBUG
-            logger.log(level, "message ignored peer=%s cause=%s", received.peer, error)
+        message, name = self._inbox.decode(received), received.peer
+        if message is None:
             return
-        self._away.pop(received.peer, None)
-        self._bell.arrived()
-        if (link := self._links.get(received.peer)) is not None:
-            self._presence.heard(received.peer)
+        self._connections.message_came(name)
+        if name in self._connections.links:
+            self._liveness.message_came(name)
             if isinstance(message, Renew | RenewAck):
-                self._bell.learn(link.name, link.host, message.bell_port, message.bell)
-        self._core.message(received.peer, message, now_s)
+                self._connections.learn_wake_address(name, message.bell_port, message.bell)
+        self._protocol.message(name, message, now_s)
 
-    def _ended(self, moved: Moved | None, now_s: float) -> None:
-        if moved is not None:
-            if (peer := self._writing.pop(moved.post, None)) is not None:
-                self._bell.ring(peer)
-            self._core.completed(moved.post, moved.error, now_s, num_bytes=moved.num_bytes, num_runs=moved.num_runs)
+    def _take_orders(self, orders: StepOrders, now_s: float) -> None:
+        for gone in orders.gone:
+            self._remove_peer(gone, now_s)
+        for accepted in orders.accepted:
+            self._accept_peer(accepted, now_s)
+        self._protocol.orders(orders, now_s)
 
-    def _act(self) -> bool:
-        """Carry out actions: everything short, and one post."""
-        did = False
-        while True:
-            actions = self._core.take_actions()
-            if not actions:
-                break
-            did = True
-            for action in actions:
-                if isinstance(action, Post):
-                    self._posts.append(action)
-                elif isinstance(action, Send):
-                    self._send(action)
-                else:
-                    self._disconnect(action)
-        if self._posts:
-            did = True
-            self._post(self._posts.popleft())
-        return did
-
-    def _send(self, action: Send) -> None:
-        peer, message = action.peer, action.message
-        if isinstance(message, Renew | RenewAck) and not message.seq and self._bell.port:
-            message = with_bell(message, self._bell.port, self._bell.token)  # the first thing that each tells the other
-        try:
-            if self._connect(peer):
-                for frame in frames(message):
-                    self._transport.send(peer.name, frame)
-                self._bell.ring(peer.name)
-        except (PeerLost, TransferError) as error:
-            self._lost(peer, str(error), dead=isinstance(error, PeerLost))
-
-    def _connect(self, peer: Peer) -> bool:
-        """False: it was lost a moment ago; what is sent to it goes nowhere, as it would then."""
-        if peer.name in self._connected:
-            return True
-        now_s = self._clock.now_s()
-        link = self._links.get(peer.name)
-        if link is None or now_s < self._away.get(peer.name, (now_s, 0.0))[0]:
-            return False
-        self._transport.connect(peer.name, link.metadata, link.regions)
-        self._connected.add(peer.name)
-        return True
-
-    def _reconnect(self, link: Link, now_s: float) -> None:
-        try:
-            self._transport.connect(link.name, link.metadata, link.regions)
-            self._connected.add(link.name)
-        except (PeerLost, TransferError) as error:
-            logger.info("peer not connected peer=%s cause=%s", link.name, error)
-            self._stay_away(link.name, now_s)
-
-    def _stay_away(self, name: PeerName, now_s: float) -> None:
-        pause_s = min(_MAX_RETRY_S, 2 * self._away.get(name, (0.0, _RETRY_S / 2))[1])
-        self._away[name] = (now_s + pause_s, pause_s)
-
-    def _come_back(self, now_s: float) -> None:
-        """Connect again to lost peers that are still current: they may live, and their messages wait for us."""
-        for name, (at_s, _) in list(self._away.items()):
-            if now_s >= at_s and name not in self._connected:
-                self._stay_away(name, now_s)
-                self._reconnect(self._links[name], now_s)
-
-    def _lost(self, peer: Peer, why: str, *, dead: bool) -> None:
-        now_s = self._clock.now_s()
-        self._stay_away(peer.name, now_s)
-        logger.info("peer lost peer=%s cause=%s", peer.name, why)
-        self._core.peer_lost(peer.name, why, now_s, dead=dead)
-
-    def _disconnect(self, action: Disconnect) -> None:
-        if action.peer.name in self._links and action.peer.name not in self._away:
-            self._stay_away(action.peer.name, self._clock.now_s())
-        if action.peer.name in self._connected:
-            self._connected.discard(action.peer.name)
-            self._transport.disconnect(action.peer.name)
-        self._pieces.pop(action.peer.name, None)
-
-    def _post(self, post: Post) -> None:
-        peer = post.peer
-        try:
-            connected = self._connect(peer)
-        except (PeerLost, TransferError) as error:
-            self._core.completed(post.post, str(error), self._clock.now_s())
-            self._lost(peer, str(error), dead=isinstance(error, PeerLost))
+    def _accept_peer(self, accepted: PeerAccepted, now_s: float) -> None:
+        if accepted.engine == self._own.engine:
+            self._connections.add(self._peers.learn_own_layouts(accepted))
             return
-        now_s = self._clock.now_s()
-        if not connected:
-            self._core.completed(post.post, f"peer {peer.name!r} is gone", now_s)
+        known = self._peers.find(accepted.engine)
+        new = self._peers.accept(accepted)
+        if new is None:
             return
-        if now_s > post.not_after_s:
-            self._core.completed(post.post, None, now_s, started=False)
+        self._connections.add(new.links)
+        self._protocol.peer_accepted(new.engine, new.incarnation, len(new.links), now_s)
+        self._carrier.act()
+        self._forget(() if known is None else known.links)
+        logger.info("peer introduced peer=%s/%s ranks=%d", new.engine, new.incarnation, len(new.links))
+        for link in new.links:
+            self._connections.connect_now(link.name)
+            self._liveness.add(link.name, now_s)
+
+    def _remove_peer(self, gone: PeerGone, now_s: float) -> None:
+        known = self._peers.remove(gone.engine, gone.incarnation)
+        if known is None:
             return
-        if post.message is not None:
-            self._writing[post.post] = peer.name
-        moved = self._mover.start(post, self._links[peer.name])
-        if moved is not None:
-            self._ended(moved, self._clock.now_s())
-            if moved.lost:
-                self._lost(peer, moved.error or "gone", dead=True)
+        self._protocol.peer_gone(gone.engine, gone.incarnation, gone.reason, now_s)
+        self._carrier.act()
+        self._forget(known.links)
+        logger.info("peer forgotten peer=%s/%s cause=%s", gone.engine, gone.incarnation, gone.reason)
+
+    def _forget(self, links: Sequence[Link]) -> None:
+        """Keeps nothing of these, after the protocol's Disconnects were carried out."""
+        for link in links:
+            self._connections.remove(link.name)
+            self._inbox.forget(link.name)
+            self._liveness.forget(link.name)
+
+    def _find_gone(self, now_s: float) -> bool:
+        """Forgets peers that are gone for good. True: some peer was due to be looked at."""
+        if due := now_s >= self._liveness.next_s:
+            reason = f"it gave no sign of life for {self._gone_after_s:g} s"
+            self._lose_engines(self._liveness.tick(now_s), reason, now_s)
+        if silent := self._protocol.take_silent():
+            names = [peer.name for peer in silent]
+            self._lose_engines(names, "it gave no sign of life for a hand-off", now_s)
+        return due
+
+    def _lose_engines(self, names: list[PeerName], reason: str, now_s: float) -> None:
+        """These ranks are gone for good, each with its whole engine: no hand-off does without a rank."""
+        for lost in self._peers.of(names):
+            self._remove_peer(PeerGone(lost.engine, lost.incarnation, reason), now_s)
+            self._callbacks.on_lost(lost.engine, lost.incarnation, reason)
 
     def _report(self) -> None:
-        core = self._core
-        if (report := core.take_report()) is not None:
+        protocol = self._protocol
+        if (report := protocol.take_report()) is not None:
             self._reports.append(report)
-        self._idle = core.idle and not self._posts
-        self._stats = replace(core.stats(), refused_peers=self._refused_peers)
-        self._on_report()
+        self._idle = protocol.idle and not self._carrier.num_waiting
+        self._stats = replace(protocol.stats(), refused_peers=self._peers.num_refused)
+        self._callbacks.on_report()
 
     def _wait(self) -> None:
-        """Sleep while nothing can be missed. A submit wakes us, and so does a peer that rings; else we look."""
-        now_s, core, bell = self._clock.now_s(), self._core, self._bell
-        longest_s = pause_s(
-            now_s,
-            in_flight=bool(self._mover.num_in_flight or self._posts),
-            expecting=bell.expecting(now_s),
-            all_ring=bell.all_ring(len(self._links)),
-            awaited=now_s < self._busy_until_s and core.reply_expected,
-            receiving=bool(core.decode.num_open),
-            idle=core.idle,
-            has_peers=bool(self._links),
-            due_s=core.next_deadline_s(),
+        """Sleeps while nothing can be missed: a submit wakes us, and so does a peer that can; else we look."""
+        now_s, protocol = self._clock.now_s(), self._protocol
+        receiving, idle = bool(protocol.decode.num_open), protocol.idle
+        timeout_s = longest_wait_s(
+            now_s, in_flight=self._carrier.busy, receiving=receiving, idle=idle, due_s=protocol.next_deadline_s()
         )
-        bell.wait(longest_s, self._clock)
-
-    def _say_goodbye(self) -> None:
-        try:
-            self._core.shut_down(self._clock.now_s())
-            for action in self._core.take_actions():
-                if isinstance(action, Send) and action.peer.name in self._connected:
-                    self._send(action)
-            # One look more, so that what was sent leaves.
-            self._transport.poll()
-        except FerryError as error:
-            logger.debug("goodbye not said cause=%s", error)
+        look_s = look_every_s(
+            reply_expected=now_s < self._busy_until_s and protocol.reply_expected,
+            receiving=receiving,
+            idle=idle,
+            has_peers=bool(self._connections.links),
+        )
+        self._transport.wait(timeout_s, look_every_s=look_s)

@@ -11,7 +11,6 @@ from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.layout.edge import Edge
 from kvferry.layout.pairing import pair
 from kvferry.settings import Role
-from kvferry.transport.nixl.doorbell import numeric
 from kvferry.wire.hello import Hello, decode_hello
 from kvferry.wire.layout_codec import decode_layout
 
@@ -61,12 +60,12 @@ class Flow:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """About what one token takes on this edge."""
+        """The approximate number of bytes that one token takes on this edge."""
         return sum(size for size, kind in self._sizes if kind is not CacheKind.STATE)
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """What states take, once a hand-off."""
+        """The number of bytes of states, which move once per hand-off."""
         return sum(size for size, kind in self._sizes if kind is CacheKind.STATE)
 
     @cached_property
@@ -82,21 +81,21 @@ class Flow:
 
 @dataclass(frozen=True)
 class Link:
-    """One rank of an introduced engine."""
+    """One rank of an accepted engine."""
 
     name: PeerName
     metadata: bytes
     regions: tuple[Region, ...]
-    inward: Flow | None
-    """What we get from it, as decode; None: nothing."""
-    outward: Flow | None
-    """What it gets from us, as prefill."""
+    incoming: Flow | None
+    """What it sends us when we decode, or None for nothing."""
+    outgoing: Flow | None
+    """What we send it when we prefill, or None for nothing."""
     host: str = ""
-    """The numeric address of its side channel, where it may be rung; "": it did not tell one."""
+    """The host of its side channel; "" if its hello has none."""
 
 
 def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
-    """The layouts of all ranks, in order. Raises MalformedMessage."""
+    """Returns the layouts of all ranks, in order. Raises MalformedMessage."""
     layouts = tuple(decode_layout(rank.layout) for rank in hello.ranks)
     for index, layout in enumerate(layouts):
         if layout.rank.index != index:
@@ -107,7 +106,7 @@ def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
 def make_links(
     body: bytes, *, own_layout: CacheLayout, own_layouts: Sequence[CacheLayout], transport: str
 ) -> tuple[Hello, list[Link]]:
-    """Decode a Hello and pair its ranks with ours. `own_layouts`: of all ranks of our engine; () if not known.
+    """Decodes a Hello and pairs its ranks with ours. `own_layouts`: those of all ranks of our engine; () if not known.
 
     Raises MalformedMessage or IncompatiblePeer; then nothing of the peer is kept.
     """
@@ -116,24 +115,24 @@ def make_links(
     for rank in hello.ranks:
         if rank.transport != transport:
             raise MalformedMessage(f"engine {hello.engine!r} uses transport {rank.transport!r}, we use {transport!r}")
-    inward: dict[int, Flow] = {}
-    outward: dict[int, Flow] = {}
+    incoming: dict[int, Flow] = {}
+    outgoing: dict[int, Flow] = {}
     if hello.role is not Role.DECODE:
-        inward = {edge.source_rank: Flow(edge) for edge in pair(layouts, own_layout).edges}
+        incoming = {edge.source_rank: Flow(edge) for edge in pair(layouts, own_layout).edges}
     if hello.role is not Role.PREFILL and own_layouts:
         for layout in layouts:
             edge = pair(own_layouts, layout).edge_from(own_layout.rank.index)
             if edge is not None:
-                outward[layout.rank.index] = Flow(edge)
+                outgoing[layout.rank.index] = Flow(edge)
     engine, incarnation = EngineId(hello.engine), Incarnation(hello.incarnation)
     links = [
         Link(
             name=peer_name(engine, incarnation, index),
             metadata=rank.transport_metadata,
             regions=layouts[index].regions,
-            inward=inward.get(index),
-            outward=outward.get(index),
-            host=numeric(hello.host),
+            incoming=incoming.get(index),
+            outgoing=outgoing.get(index),
+            host=hello.host,
         )
         for index, rank in enumerate(hello.ranks)
     ]

@@ -1,4 +1,4 @@
-"""How one part of a hand-off becomes posted transfers. The default posts the planned runs as they are."""
+"""How one part of a hand-off becomes posted transfers. DirectMover, the default, posts the planned runs as they are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ class Mover(Protocol):
     """Turns posts into transfers on the driver's thread. Every started post ends as exactly one Moved."""
 
     def start(self, post: Post, link: Link) -> Moved | None:
-        """Begin; may block for the whole copy. A Moved where there was nothing to do, or it could not begin."""
+        """Begins; may block for the whole copy. Returns a Moved if there was nothing to do, or it could not begin."""
         ...
 
     def completed(self, completion: Completion) -> Moved | None:
@@ -40,12 +40,12 @@ class Mover(Protocol):
         ...
 
     def poll(self) -> Sequence[Moved]:
-        """What ended otherwise since the last call, for movers with stages of their own."""
+        """Returns what else has ended since the last call, for movers with stages of their own."""
         ...
 
     @property
     def num_in_flight(self) -> int:
-        """Posts that have not ended."""
+        """The number of posts that have not ended."""
         ...
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class Mover(Protocol):
 
 
 def runs_of(post: Post, flow: Flow) -> list[Runs]:
-    """The byte runs of one part. Raises MalformedMessage where a peer's table is wrong."""
+    """Returns the byte runs of one part. Raises MalformedMessage if a peer's table is wrong."""
     writing = post.operation is Operation.WRITE
     source, destination = (post.local, post.remote) if writing else (post.remote, post.local)
     runs: list[Runs] = []
@@ -69,7 +69,7 @@ def runs_of(post: Post, flow: Flow) -> list[Runs]:
 def _plan(
     edge: Edge, source: Sequence[BlockTable], destination: Sequence[BlockTable], tokens: TokenRange, *, pad_tail: bool
 ) -> list[Runs]:
-    # Decode's last block is the request's own, and decode goes on computing behind what arrives.
+    # Decode's last block is the request's own, and decode goes on computing after what arrives.
     return [runs for runs in plan(edge, source, destination, tokens, pad_tail=pad_tail) if len(runs)]
 
 
@@ -83,15 +83,15 @@ class _Part:
 
 
 class DirectMover:
-    """One transfer a part, of the planned runs."""
+    """Posts one transfer per part: the planned runs."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._parts: dict[Ticket, _Part] = {}
 
     def start(self, post: Post, link: Link, planned: list[Runs] | None = None) -> Moved | None:
-        """See Mover.start. `planned`: what `runs_of` says, where that is known."""
-        flow = link.outward if post.operation is Operation.WRITE else link.inward
+        """See Mover.start. `planned`: the result of `runs_of`, if the caller has it."""
+        flow = link.outgoing if post.operation is Operation.WRITE else link.incoming
         part = _Part(post.post)
         try:
             runs = planned if planned is not None else [] if flow is None else runs_of(post, flow)
@@ -99,8 +99,7 @@ class DirectMover:
             part.num_bytes = sum(int(some.length.sum()) for some in runs)
             message = b""
             if post.message is not None:
-                told = with_size(post.message, part.num_bytes, part.num_runs)
-                message = encode_message(told)
+                message = encode_message(with_size(post.message, part.num_bytes, part.num_runs))
             if not runs:
                 if message:
                     self._transport.send(link.name, message)

@@ -1,4 +1,4 @@
-"""What the machines ask about layouts and memory, answered from the driver's links."""
+"""Answers what the machines ask about layouts and memory, from the driver's links."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 _MIN_BYTES_PER_S = 100e6
 """Slower than any wire that is worth a hand-off."""
 _MARGIN_S = 0.1
-"""For the post itself, and for the thread to be scheduled."""
+"""Time for the post itself, and for the thread to be scheduled."""
 
 
 class LinkQueries:
-    """See handoff.actions.LayoutQueries. `inward`: for the decode machine."""
+    """Implements handoff.actions.LayoutQueries, for the decode machine (`incoming`) or the prefill machine."""
 
     def __init__(
         self,
@@ -32,17 +32,17 @@ class LinkQueries:
         memory: CacheMemory | None,
         verify: Verify,
         *,
-        inward: bool,
+        incoming: bool,
     ) -> None:
         self._links = links
         self._layout = layout
         self._memory = memory
         self._verify = verify
-        self._inward = inward
+        self._incoming = incoming
 
     def _flow(self, peer: Peer) -> Flow | None:
         link = self._links.get(peer.name)
-        return None if link is None else link.inward if self._inward else link.outward
+        return None if link is None else link.incoming if self._incoming else link.outgoing
 
     def owes(self, peer: Peer) -> bool:
         """See LayoutQueries.owes."""

@@ -1,12 +1,14 @@
-"""Where a driver's thread sleeps, and how a peer wakes it when it has sent something.
+"""Where a NIXL transport sleeps, and how a peer wakes it after it has sent something.
 
-Transports bring messages, and tell nobody that one has come: they must be polled for. Polling often costs a core that
+NIXL brings messages, and gives no sign that one has come: they must be polled for. Polling often costs a core that
 decodes, polling rarely costs each hand-off several waits. So after each message the sender also sends one UDP datagram,
-the *ring*, to the port that the receiver told it in a renewal. It holds the receiver's token and nothing else, and says
-nothing but "look". A lost ring costs one pause; a forged one costs one look, and many forged ones close the bell
-(it still rings others).
+the *ring*, to the port that the receiver told it (`WakeAddress`). It holds the receiver's token and nothing else, and
+says only "look". A lost ring costs one pause; a forged one costs one look, and many forged ones close the bell (it
+still rings others).
 
-Rung are only peers that told a port, at the numeric address of their side channel. Everybody else is polled for.
+Only peers that gave a port at a numeric address are rung. All others have to poll.
+
+Life of a bell: made, then `open` (it can be woken by its own process), then `listen` (peers can ring), then `close`.
 """
 
 import contextlib
@@ -16,117 +18,119 @@ import os
 import select
 import socket
 import threading
+from collections.abc import Collection
 
 from kvferry.clock import Clock
 from kvferry.ids import PeerName
+from kvferry.transport.base import WakeAddress
 
-__all__ = ["Doorbell", "numeric"]
+__all__ = ["EXPECTING_S", "TOKEN_BYTES", "Doorbell", "numeric"]
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 8
 _MAX_FORGED = 1000
-"""So many datagrams without the token close the bell: somebody wants us to be awake."""
+"""This many datagrams without the token close the bell: a stranger wants to keep us awake."""
 _FINEST_S = 0.001
 """select.poll counts milliseconds."""
 _MAX_DRAINED = 256
 EXPECTING_S = 0.003
-"""A message and its ring go different ways: so long we look often for one that was rung for."""
+"""A message and its ring go different ways: for this long after a ring we look often for the message."""
 
 
 class Doorbell:
-    """One a driver. `wake` on any thread, `close` when the driver's has ended, everything else on the driver's."""
+    """One per transport. `wake` may be called on any thread, `close` after the driver's has ended, the rest on its."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.token = os.urandom(TOKEN_BYTES)
         self.port = 0
-        """What peers are told; 0: there is no bell."""
-        self.heard = False
-        """A ring has come, so rings do come through."""
+        """What peers are told; 0: peers cannot ring."""
+        self.rings_arrive = False
+        """A ring has come, so rings get through to us."""
+        self._clock = clock
         self._num_forged = 0
-        self._soon = threading.Event()
-        self._near: socket.socket | None = None
-        self._far: socket.socket | None = None
+        self._woken = threading.Event()
+        self._wake_sender: socket.socket | None = None
+        self._wake_receiver: socket.socket | None = None
         self._bell: socket.socket | None = None
         self._poll = select.poll()
-        self._peers: dict[PeerName, tuple[str, int, bytes]] = {}
-        self._rung_s: float | None = None
+        self._peers: dict[PeerName, WakeAddress] = {}
+        self._rung_at_s: float | None = None
 
-    def open(self, host: str) -> None:
-        """Bind a port of `host`, a numeric address of this machine; where that is none, nobody can ring."""
-        self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)
-        self._far.setblocking(False)
-        self._poll.register(self._far, select.POLLIN)
-        self._bell = self._bind(host)
+    def open(self) -> None:
+        """From now on `wake` ends a `wait`, however long."""
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
+        self._poll.register(self._wake_receiver, select.POLLIN)
 
-    def _bind(self, host: str) -> socket.socket | None:
+    def listen(self, host: str) -> None:
+        """Binds a port of `host`. If that is no numeric address of this machine, peers cannot ring."""
         if not (address := numeric(host)):
-            return None
+            return
         bell = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         bell.setblocking(False)
         try:
             bell.bind((address, 0))
-        except OSError as error:  # the side channel is another machine's, of a rank that runs elsewhere
+        except OSError as error:  # the side channel is on another machine, as for a rank that runs elsewhere
             logger.debug("no doorbell host=%s cause=%s", host, error)
             bell.close()
-            return None
+            return
         self._poll.register(bell, select.POLLIN)
+        self._bell = bell
         self.port = int(bell.getsockname()[1])
-        return bell
 
     def wake(self) -> None:
         """The driver has something to do. From any thread; never blocks, and does nothing after `close`."""
-        self._soon.set()
-        if self._near is not None:
-            with contextlib.suppress(OSError):  # full: it will wake; closed: nobody is left to wake
-                self._near.send(b"\0")
+        self._woken.set()
+        if self._wake_sender is not None:
+            with contextlib.suppress(OSError):  # full: it will wake; closed: there is nothing to wake
+                self._wake_sender.send(b"\0")
 
-    def learn(self, peer: PeerName, host: str, port: int, token: bytes) -> None:
-        """Where a peer can be rung, by its own word; `host` is numeric, or "" for one that cannot."""
-        if host and port:
-            self._peers[peer] = (host, port, token)
+    def learn(self, peer: PeerName, address: WakeAddress) -> None:
+        """Where a peer can be rung, by its own word. A host that is no numeric address cannot be."""
+        if address.port and numeric(address.host):
+            self._peers[peer] = address
 
     def forget(self, peer: PeerName) -> None:
-        """It is not ours any more."""
+        """The peer is not rung any more."""
         self._peers.pop(peer, None)
 
     def ring(self, peer: PeerName) -> None:
-        """It has been sent something. Never blocks; a ring may be lost, and who told no bell is not rung."""
-        known = self._peers.get(peer)
-        if known is not None and self._bell is not None:
-            host, port, token = known
+        """Wakes a peer that has been sent something, if it gave an address. Never blocks; a ring may be lost."""
+        address = self._peers.get(peer)
+        if address is not None and self._bell is not None:
             with contextlib.suppress(OSError):
-                self._bell.sendto(token, (host, port))
+                self._bell.sendto(address.token, (numeric(address.host), address.port))
 
-    def all_ring(self, num_peers: int) -> bool:
-        """Rings come through, and every one of our peers knows of rings."""
-        return self.heard and len(self._peers) == num_peers > 0
+    def all_ring(self, peers: Collection[PeerName]) -> bool:
+        """True if rings get through to us, and each of these peers knows of rings (and there is one)."""
+        return self.rings_arrive and bool(peers) and all(peer in self._peers for peer in peers)
 
-    def arrived(self) -> None:
-        """A message has come: most likely that for which somebody has rung."""
-        self._rung_s = None
+    def message_came(self) -> None:
+        """A message has come: most likely the one that a peer has rung for."""
+        self._rung_at_s = None
 
-    def expecting(self, now_s: float) -> bool:
-        """Somebody has rung a moment ago, and nothing has come since."""
-        return self._rung_s is not None and now_s < self._rung_s + EXPECTING_S
+    def expecting(self) -> bool:
+        """True if a peer has rung a moment ago, and no message has come since."""
+        return self._rung_at_s is not None and self._clock.now_s() < self._rung_at_s + EXPECTING_S
 
-    def wait(self, timeout_s: float, clock: Clock) -> None:
-        """Sleep until `wake`, a ring, or for so long. Below a millisecond a ring does not wake: a look comes anyway."""
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until `wake`, a ring, or the timeout. A ring does not end a sleep of less than a millisecond."""
         if timeout_s < _FINEST_S:
-            self._soon.wait(timeout_s)
-            events = self._poll.poll(0) if self._soon.is_set() else []
+            self._woken.wait(timeout_s)
+            events = self._poll.poll(0) if self._woken.is_set() else []
         else:
-            events = self._poll.poll(0 if self._soon.is_set() else timeout_s * 1e3)
-        self._soon.clear()
+            events = self._poll.poll(0 if self._woken.is_set() else timeout_s * 1e3)
+        self._woken.clear()
         for descriptor, _ in events:
             if self._bell is not None and descriptor == self._bell.fileno():
-                self._drain(self._bell, clock)
-            elif self._far is not None:
+                self._drain(self._bell)
+            elif self._wake_receiver is not None:
                 with contextlib.suppress(OSError):
-                    self._far.recv(4096)
+                    self._wake_receiver.recv(4096)
 
-    def _drain(self, bell: socket.socket, clock: Clock) -> None:
+    def _drain(self, bell: socket.socket) -> None:
         for _ in range(_MAX_DRAINED):
             try:
                 token = bell.recv(TOKEN_BYTES + 1)
@@ -136,25 +140,25 @@ class Doorbell:
                 logger.debug("doorbell read failed cause=%s", error)
                 break
             if token == self.token:
-                self.heard, self._rung_s = True, clock.now_s()
+                self.rings_arrive, self._rung_at_s = True, self._clock.now_s()
             else:
                 self._num_forged += 1
         if self._num_forged > _MAX_FORGED:
             logger.warning("doorbell closed port=%d: %d datagrams came without its token", self.port, self._num_forged)
-            # Nobody looks at it any more. We still ring with it: peers that know our port sleep until we do.
+            # We do not look at it any more. We still ring with it: peers that know our port sleep until we do.
             self._poll.unregister(bell)
-            self.port, self.heard = 0, False
+            self.port, self.rings_arrive = 0, False
 
     def close(self) -> None:
-        """No socket remains. Idempotent."""
-        for one in (self._near, self._far, self._bell):
+        """Closes every socket. Idempotent."""
+        for one in (self._wake_sender, self._wake_receiver, self._bell):
             if one is not None:
                 one.close()
-        self._near = self._far = self._bell = None
+        self._wake_sender = self._wake_receiver = self._bell = None
 
 
 def numeric(host: str) -> str:
-    """The address, if `host` is one that can be rung: no name, which would have to be looked up, and no wildcard."""
+    """Returns the address if `host` is one that can be rung: no name, which has to be looked up, and no wildcard."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -26,7 +26,8 @@ from kvferry.errors import FerryError, PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
 from kvferry.layout.description import MemoryKind, Region
-from kvferry.transport.base import Completion, Operation, Polled, Received, Ticket
+from kvferry.transport.base import LOOK_EVERY_S, Completion, Operation, Polled, Received, Ticket, WakeAddress
+from kvferry.transport.nixl.doorbell import Doorbell
 from kvferry.transport.nixl.ucx_environment import prepare_environment
 from kvferry.transport.ordering import Inbox, Outbox
 from kvferry.transport.run_checks import check_message, check_regions, check_runs
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 4 << 20
 _SEAL = b"kvferry-nixl-1:"
+_IN_FLIGHT_S = 0.0001
+"""A transfer of ours is on the wire, and only a look shows that it has ended."""
+_EXPECTING_S = 0.0002
+"""A peer has rung, and what it sent is on its way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +112,7 @@ class NixlTransport:
         self._inbox = Inbox()
         self._tickets = itertools.count(1)
         self._poll_error = ""
+        self._bell = Doorbell(self._clock)
 
     def register(self, regions: Sequence[Region], owners: Sequence[object]) -> None:
         """See Transport.register. Also starts the agent. Raises ConfigError where UCX cannot do this memory kind."""
@@ -123,6 +129,7 @@ class NixlTransport:
                 agent = bindings.nixlAgent(self.agent_name, config)
                 agent.createBackend(self._backend, {})
             self._agent = agent
+            self._bell.open()
             for kind in MemoryKind:
                 # Once each, however many layers share it (R21).
                 unique = dict.fromkeys(region for region in regions if region.kind is kind)
@@ -169,6 +176,7 @@ class NixlTransport:
             if self._peers.pop(peer, None) is None:
                 return
             self._inbox.forget(peer)
+            self._bell.forget(peer)
             give_up_at_s = self._clock.now_s() + self._settle_s
             open_transfers = [transfer for transfer in self._transfers if transfer.peer == peer]
             for transfer in open_transfers:
@@ -221,7 +229,33 @@ class NixlTransport:
                     self._transfers.remove(transfer)
                     completions.append(self._complete(transfer))
             messages = tuple(Received(peer, body) for peer, body in self._inbox.take())
+            if messages:
+                self._bell.message_came()
             return Polled(tuple(completions), messages)
+
+    def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
+        """See Transport.wait. NIXL itself tells nobody that something has come: peers ring (nixl/doorbell.py)."""
+        if self._transfers:
+            timeout_s = min(timeout_s, _IN_FLIGHT_S)
+        elif self._bell.expecting():
+            timeout_s = min(timeout_s, _EXPECTING_S)
+        elif not self._bell.all_ring(self._peers):
+            timeout_s = min(timeout_s, look_every_s)
+        self._bell.wait(timeout_s)
+
+    def wake(self) -> None:
+        """See Transport.wake."""
+        self._bell.wake()
+
+    def listen(self, host: str) -> WakeAddress | None:
+        """See Transport.listen."""
+        self._bell.listen(host)
+        return WakeAddress(host, self._bell.port, self._bell.token) if self._bell.port else None
+
+    def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
+        """See Transport.set_wake_address."""
+        if peer in self._peers:
+            self._bell.learn(peer, address)
 
     def close(self) -> None:
         """See Transport.close. Waits for a copy that another thread is posting."""
@@ -247,6 +281,7 @@ class NixlTransport:
             # Only now: while a registration lives, freed memory would give "done" and wrong bytes.
             self._owners = ()
             self._regions = ()
+            self._bell.close()
 
     def _descriptors(self, operation: Operation, runs: Sequence[Runs], known: _Peer) -> list[tuple[Any, Any]]:
         """Local and remote descriptor lists: one pair for each pair of memory kinds that occurs."""
@@ -321,6 +356,7 @@ class NixlTransport:
     def _send(self, peer: PeerName, known: _Peer, message: bytes) -> None:
         with mapped(f"send a message to peer {peer!r}"):
             self._agent.genNotif(peer, known.outbox.frame(message))
+        self._bell.ring(peer)
 
     def _receive(self) -> None:
         try:
