@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvferry import settings
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support import handoff_diagrams
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.handshake.fact import FactKind, FactSpec
@@ -163,6 +164,7 @@ def _default(field: "dataclasses.Field[object]") -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compatibility.md": compatibility_page,
     "reference/settings.md": settings_page,
+    handoff_diagrams.PAGE: handoff_diagrams.diagrams_page,
 }
 """Page beneath docs/, and what makes it."""
 
