@@ -16,7 +16,7 @@ from kvferry.transport.base import Transport
 from kvferry.transport.registry import make_transport
 from kvferry.transport.staging.cost import load_cost_model
 from kvferry.transport.staging.packer import region_views
-from kvferry.transport.staging.staging import StagingPool
+from kvferry.transport.staging.staging_pool import StagingPool
 
 __all__ = ["HandoffWorker", "start_worker"]
 

@@ -12,7 +12,7 @@ from kvferry.testing.fake_clock import FakeClock
 from kvferry.transport.base import Transport
 from kvferry.transport.staging.cost import CostModel
 from kvferry.transport.staging.packer import region_views
-from kvferry.transport.staging.staging import StagingPool
+from kvferry.transport.staging.staging_pool import StagingPool
 from tests.harness.handoff_engines import Engine, memory_transports, offer, settings_for, until, want
 from tests.harness.posts import a_write
 

@@ -17,7 +17,7 @@ from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.transport.staging.chunks import CHUNK_BYTES, chunk_plans
 from kvferry.transport.staging.packer import region_views
 from kvferry.transport.staging.stager import StagedDone, Stager
-from kvferry.transport.staging.staging import StagingPool
+from kvferry.transport.staging.staging_pool import StagingPool
 from tests.harness.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 
 NEAR, FAR = PeerName("near"), PeerName("far")

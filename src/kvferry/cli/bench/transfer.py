@@ -35,7 +35,7 @@ from kvferry.transport.staging.chunks import CHUNK_BYTES, chunk_plans
 from kvferry.transport.staging.cost import Choice, choose, load_cost_model
 from kvferry.transport.staging.packer import region_views
 from kvferry.transport.staging.stager import Stager
-from kvferry.transport.staging.staging import StagingPool
+from kvferry.transport.staging.staging_pool import StagingPool
 
 __all__ = ["CASES", "QUICK_ARGS", "Case", "add_arguments", "layouts", "measure_case", "run", "table"]
 

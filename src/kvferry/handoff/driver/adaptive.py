@@ -20,7 +20,7 @@ from kvferry.transport.staging.chunks import chunk_plans
 from kvferry.transport.staging.cost import CostModel, Route, choose
 from kvferry.transport.staging.packer import Memory
 from kvferry.transport.staging.stager import StagedDone, StagedId, Stager
-from kvferry.transport.staging.staging import StagingPool
+from kvferry.transport.staging.staging_pool import StagingPool
 from kvferry.wire.handoff_messages import encode_message, with_size
 
 __all__ = ["AdaptiveMover"]

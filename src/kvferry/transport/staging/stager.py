@@ -23,7 +23,7 @@ from kvferry.layout.packing import StagedPlan
 from kvferry.transport.base import Completion, Operation, Ticket, Transport
 from kvferry.transport.staging.chunks import CHUNK_BYTES
 from kvferry.transport.staging.packer import Memory, pack, staging_runs, unpack
-from kvferry.transport.staging.staging import Lease, StagingPool
+from kvferry.transport.staging.staging_pool import Lease, StagingPool
 
 __all__ = ["StagedDone", "StagedId", "Stager"]
 

@@ -20,7 +20,7 @@ from kvferry.transport.staging.packer import (
     staging_runs,
     unpack,
 )
-from kvferry.transport.staging.staging import Lease, StagingPool
+from kvferry.transport.staging.staging_pool import Lease, StagingPool
 from tests.harness.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 from tests.harness.hypothesis_profile import examples
 
