@@ -1,4 +1,4 @@
-"""What the state machines ask for, and the few questions they ask back. No I/O here."""
+"""What the state machines ask their caller to do, and the few questions that they ask. No I/O here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ PostId = NewType("PostId", int)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One rank of one incarnation of another engine that was introduced."""
+    """One rank of one accepted incarnation of another engine."""
 
     name: PeerName
     engine: EngineId
@@ -26,7 +26,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message; the driver connects first if it must. A failure comes back as `peer_lost`."""
+    """Send a message; the driver connects first if it must, and reports a failure by `peer_lost`."""
 
     peer: Peer
     message: Message
@@ -34,7 +34,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Move one part of a transfer. Its end comes back as `completed`, exactly once."""
+    """Move one part of a transfer. The driver reports its end by `completed`, exactly once."""
 
     post: PostId
     peer: Peer
@@ -43,20 +43,20 @@ class Post:
     local: tuple[BlockTable, ...]
     remote: tuple[BlockTable, ...]
     tokens: TokenRange
-    """What to move of groups that keep every token."""
+    """The tokens to move of groups that keep every token."""
     whole: TokenRange | None
-    """On the last part: the range of the whole hand-off, for groups that keep a window or a state. Else None."""
+    """On the last part, the range of the whole hand-off, for groups that keep a window or a state; else None."""
     not_after_s: float
-    """The driver starts it before this time, or not at all: it reports `completed(..., started=False)`."""
+    """The driver starts it before this time, or not at all: then it reports `completed(..., started=False)`."""
     until_s: float
     """When the lease ends under which it runs."""
     message: Wrote | None = None
-    """WRITE: reaches the peer after the last byte."""
+    """WRITE: the message that reaches the peer after the last byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Forget the peer's connection, which ends what is in flight with it. A later Send connects again."""
+    """Give the peer's connection up, which ends what is in flight with it. A later Send connects again."""
 
     peer: Peer
 
@@ -65,31 +65,31 @@ Action = Send | Post | Disconnect
 
 
 class LayoutQueries(Protocol):
-    """What machines ask the driver about layouts and memory. Answers at once; raises nothing."""
+    """What machines ask the driver about layouts and memory. It answers at once, and raises nothing."""
 
     def owes(self, peer: Peer) -> bool:
-        """Prefill: is there a byte that we must bring to this decode rank? Decode: that this prefill rank brings us?"""
+        """Return whether prefill has any byte for decode, where `peer` is the other of the two."""
         ...
 
     def unit_tokens(self, peer: Peer) -> int:
-        """Parts before the last end at a multiple of this many tokens. At least 1."""
+        """Return the number of tokens of which parts before the last end at a multiple. At least 1."""
         ...
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """A safe upper estimate of the time that a write of so many tokens takes, from its start to its last byte."""
+        """Return a safe upper estimate of the seconds that a write of this many tokens takes, to its last byte."""
         ...
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """Prefill: of what this decode rank gets of [tokens), over cells that follow from the transfer id.
+        """Prefill: return a digest of what this decode rank gets of `tokens`, over cells that follow from the transfer.
 
-        b"": nothing is compared.
+        b"" if nothing is to be compared.
         """
         ...
 
     def check(
         self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
     ) -> int:
-        """Decode: compare. How many cells were equal; -1 when one differs or the digest makes no sense."""
+        """Decode: return how many cells are equal, or -1 if one differs or the digest makes no sense."""
         ...
 
 
@@ -98,6 +98,6 @@ class MachineLimits:
     """Caps that keep a peer from growing our memory."""
 
     max_open: int = 65536
-    """Transfers that peers named and we don't know yet."""
+    """The most transfers that peers have named and our engine has not."""
     max_ended: int = 8192
-    """Ended transfers that are remembered, to answer late messages at once."""
+    """The most ended transfers that are remembered, to answer late messages at once."""

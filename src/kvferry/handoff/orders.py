@@ -1,4 +1,4 @@
-"""The two frozen records a step in which a scheduler half and its worker halves meet.
+"""The two records in which a scheduler half and its worker halves meet, once per step.
 
 Scheduler to workers: StepOrders. Workers to scheduler: StepReport. Neither holds an address, a tensor or a socket.
 """
@@ -31,8 +31,8 @@ __all__ = [
 class Offer:
     """Prefill: these blocks hold these tokens of a request that will be decoded elsewhere.
 
-    Sent again under the same transfer id as more is computed (progress); `ready` only grows, tables only get longer.
-    From the first Offer on, the blocks are the connector's until `released` names the transfer.
+    It is repeated under the same transfer id as more is computed; `ready` only grows, and tables only get longer. From
+    the first Offer on, the blocks are the connector's until `released` names the transfer.
     """
 
     transfer: TransferId
@@ -43,12 +43,12 @@ class Offer:
     final: bool
     """Nothing more will be computed: `ready` is the exact range of the hand-off."""
     note: bytes = b""
-    """Opaque, at most 4 KiB: delivered to decode with the final message (Landed.note)."""
+    """Opaque bytes, at most 4 KiB, delivered to decode with the final message (Landed.note)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Prefill: the request ended early (abort, failure). The peer is told; the blocks come back by `released`."""
+    """Prefill: the request ended early (abort, failure). The peer gets a message; the blocks come back by `released`."""
 
     transfer: TransferId
     reason: str
@@ -69,7 +69,7 @@ class KeepAlive:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Decode: bring these tokens into these blocks.
+    """Decode: fetch these tokens into these blocks.
 
     The blocks are the connector's until the transfer is landed, or released after a failure or a cancel.
     """
@@ -81,10 +81,10 @@ class Fetch:
     mode: TransferMode
     tables: tuple[BlockTable, ...]
     wanted: TokenRange
-    """What decode does not have yet: from its own prefix hits to the end of the hand-off. May be empty (a full hit):
-    then prefill is told at once that its blocks are free."""
+    """What decode does not have yet: from its own prefix hits to the end of the hand-off. It may be empty (a full hit):
+    then prefill gets its blocks back at once."""
     deadline_s: float
-    """Seconds from now after which it is failed, whatever it waits for."""
+    """The number of seconds from now after which it fails, whatever it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class StepOrders:
-    """What the scheduler half tells every worker half, once per step."""
+    """What the scheduler half orders of every worker half, once per step."""
 
     accepted: tuple[PeerAccepted, ...] = ()
     offer: tuple[Offer, ...] = ()
@@ -126,44 +126,44 @@ class Landed:
     num_bytes: int
     num_runs: int
     transfer_s: float
-    """From the first post (pull) or the registration (push) to the last byte."""
+    """The seconds from the fetch order to the last byte."""
     verified_cells: int = 0
-    """How many sampled pieces of KV were compared with prefill's by digest."""
+    """How many cells of KV were compared with prefill's by digest."""
     note: bytes = b""
-    """Offer.note, as the peer sent it: hostile until decoded."""
+    """Offer.note as the peer sent it: hostile until decoded."""
     grant_s: float = 0.0
-    """From the first question until every prefill rank had granted (pull), or held our grant (push)."""
+    """The seconds from the fetch order until every prefill rank had granted (pull), or held our grant (push)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Decode: the hand-off ended without its bytes. Reported once. For the blocks see released."""
+    """Decode: the hand-off ended without its bytes. Reported once. Its blocks come back by `released`."""
 
     transfer: TransferId
     request: RequestId
     reason: str
     arrived: TokenRange
-    """What did arrive whole and valid, from `wanted.start`; may be empty."""
+    """What did arrive whole and valid, from `wanted.start` on; it may be empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one worker half tells the scheduler half, once a step. Each end is reported exactly once (I4)."""
+    """What one worker half reports to the scheduler half, once per step. Each end is reported exactly once (I4)."""
 
     landed: tuple[Landed, ...] = ()
     failed: tuple[Failed, ...] = ()
     released: frozenset[TransferId] = frozenset()
-    """No peer will touch the blocks of these transfers any more: prefill's after confirmation or lease end,
+    """No peer will touch the blocks of these transfers any more: prefill's after confirmation or the end of the lease,
     decode's after a failure or cancel."""
     taken: frozenset[TransferId] = frozenset()
-    """Prefill, of those in `released`: every consumer confirmed. The others ended by withdrawal or lease."""
+    """Prefill: those of `released` that every decode rank confirmed. The others ended by withdrawal or lease."""
 
     def __bool__(self) -> bool:
         return bool(self.landed or self.failed or self.released)
 
 
 def merged(reports: Sequence[StepReport]) -> StepReport:
-    """Several reports of one rank as one."""
+    """Joins several reports of one rank into one."""
     if len(reports) == 1:
         return reports[0]
     return StepReport(

@@ -1,4 +1,4 @@
-"""Integrity: hashes of named pieces of KV, which both sides find in their own memory, whatever their layouts.
+"""Verifies what landed: hashes of named pieces of KV, which both sides find in their own memory, in any layout.
 
 Both sides derive the cells from the transfer id and the edge. What is compared is what decode would serve from.
 """
@@ -27,21 +27,21 @@ __all__ = ["SAMPLE_CELLS", "CacheMemory", "DramMemory", "cell_digest", "compare"
 logger = logging.getLogger(__name__)
 
 SAMPLE_CELLS = 8
-"""Cells a prefill rank and hand-off with `--verify sample`."""
-_MAX_TOLD = 4096
-"""More cells than this are told as one hash of all."""
+"""How many cells are hashed per prefill rank and hand-off with `--verify sample`."""
+_MAX_HASHES = 4096
+"""More cells than this are sent as one hash of all."""
 
 
 class CacheMemory(Protocol):
-    """Reads this rank's registered memory, on the driver's thread. May wait for the device."""
+    """Reads this rank's registered memory, on the driver's thread. It may wait for the device."""
 
     def read(self, region: int, offset: int, length: int) -> memoryview | bytes:
-        """Bytes [offset, offset + length) of region `region`; valid until the next call."""
+        """Returns bytes [offset, offset + length) of region `region`; valid until the next call."""
         ...
 
 
 class DramMemory:
-    """Regions in this process's memory, by address. The caller keeps the memory alive."""
+    """Reads regions in this process's memory, by address. The caller keeps the memory alive."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._views: list[npt.NDArray[np.uint8] | None] = []
@@ -53,11 +53,11 @@ class DramMemory:
 
     @property
     def covers_all(self) -> bool:
-        """Every region can be read."""
+        """True if every region can be read."""
         return all(view is not None for view in self._views)
 
     def read(self, region: int, offset: int, length: int) -> memoryview:
-        """See CacheMemory.read."""
+        """Implements CacheMemory.read."""
         view = self._views[region]
         assert view is not None, "only DRAM regions are read through DramMemory"
         assert 0 <= offset <= offset + length <= len(view), "cell_runs stays inside its region"
@@ -79,9 +79,9 @@ def cell_digest(
     layout: CacheLayout,
     tables: Sequence[BlockTable],
 ) -> bytes:
-    """One byte for how much was hashed, then a 64-bit hash a cell (or one of all). `layout` is ours, on either side.
+    """Returns one byte for how much was hashed, then a 64-bit hash per cell (or one of all). `layout` is our own.
 
-    Raises MalformedMessage where our tables do not hold a cell.
+    Raises MalformedMessage if our tables do not hold a cell.
     """
     if verify is Verify.OFF:
         return b""
@@ -93,10 +93,10 @@ def cell_digest(
         for offset, length in zip(runs.offset.tolist(), runs.length.tolist(), strict=True):
             state.update(memory.read(runs.region, offset, length))
         hashes.append(state.intdigest())
-    told = pack(f"<{len(hashes)}Q", *hashes)
-    if len(hashes) > _MAX_TOLD:
-        told = pack("<QQ", len(hashes), xxhash.xxh3_64_intdigest(told))
-    return (b"A" if verify is Verify.ALL else b"S") + told
+    digest = pack(f"<{len(hashes)}Q", *hashes)
+    if len(hashes) > _MAX_HASHES:
+        digest = pack("<QQ", len(hashes), xxhash.xxh3_64_intdigest(digest))
+    return (b"A" if verify is Verify.ALL else b"S") + digest
 
 
 def compare(
@@ -108,7 +108,7 @@ def compare(
     layout: CacheLayout,
     tables: Sequence[BlockTable],
 ) -> int:
-    """How many hashes of prefill's digest equal ours; -1 when one differs, or the digest is none."""
+    """Returns how many hashes of prefill's digest equal ours; -1 if one differs, or it is no digest."""
     kinds = {b"A": Verify.ALL, b"S": Verify.SAMPLE}
     verify = kinds.get(digest[:1])
     if verify is None:

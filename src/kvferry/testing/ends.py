@@ -64,20 +64,20 @@ class LocalEnd:
         transport.register(self.regions, self.buffers)
 
     def fill(self, region: int, data: bytes, offset: int = 0) -> None:
-        """See End.fill."""
+        """Implements End.fill."""
         self.buffers[region][offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
 
     def read(self, region: int, offset: int = 0, num_bytes: int | None = None) -> bytes:
-        """See End.read."""
+        """Implements End.read."""
         stop = None if num_bytes is None else offset + num_bytes
         return self.buffers[region][offset:stop].tobytes()
 
     def run(self, function: Callable[..., Result], *args: object) -> Result:
-        """See End.run."""
+        """Implements End.run."""
         return function(self, *args)
 
     def close(self) -> None:
-        """See End.close."""
+        """Implements End.close."""
         self.transport.close()
 
 
@@ -129,11 +129,11 @@ class ProcessEnd:
         self.regions = self._answer("renew")
 
     def fill(self, region: int, data: bytes, offset: int = 0) -> None:
-        """See End.fill."""
+        """Implements End.fill."""
         self.run(_fill, region, data, offset)
 
     def read(self, region: int, offset: int = 0, num_bytes: int | None = None) -> bytes:
-        """See End.read."""
+        """Implements End.read."""
         return self.run(_read, region, offset, num_bytes)
 
     def run(self, function: Callable[..., Result], *args: object) -> Result:
@@ -157,7 +157,7 @@ class ProcessEnd:
         self.process.join()
 
     def close(self) -> None:
-        """See End.close."""
+        """Implements End.close."""
         if self.process.is_alive():
             with contextlib.suppress(FerryError, OSError):
                 self._pipe.send(None)

@@ -42,7 +42,7 @@ class Operation(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One posted transfer has ended: `error` is None, or says why its bytes cannot be trusted."""
+    """One posted transfer has ended. `error` is None, or says why its bytes cannot be trusted."""
 
     ticket: Ticket
     error: str | None = None
@@ -79,7 +79,7 @@ class Transport(Protocol):
     """One rank's end. Not thread-safe: one thread (the driver's) calls everything but the constructor, `wake` and
     `close`.
 
-    `post` and `send` raise PeerLost for a peer that is not connected, or known to be gone, and TransferError where the
+    `post` and `send` raise PeerLost for a peer that is not connected, or known to be gone, and TransferError if the
     library refuses; they never raise anything else for what a peer or the network does.
     """
 
@@ -93,7 +93,7 @@ class Transport(Protocol):
         ...
 
     def metadata(self) -> bytes:
-        """What a peer needs to connect to us; valid after `register`. Opaque, travels in the handshake."""
+        """Return what a peer needs to connect to us; valid after `register`. Opaque; it travels in the handshake."""
         ...
 
     def connect(self, peer: PeerName, metadata: bytes, regions: Sequence[Region]) -> None:
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def poll(self) -> Polled:
-        """Completions and messages since the last call. Never blocks."""
+        """Return completions and messages since the last call. Never blocks."""
         ...
 
     def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
@@ -144,5 +144,5 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End everything, deregister, let go of the owners. Idempotent."""
+        """End everything, deregister, and release the owners. Idempotent."""
         ...

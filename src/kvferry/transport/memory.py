@@ -1,8 +1,8 @@
-"""A transport within one process: real copies between registered addresses, and faults when a test asks for them.
+"""A transport within one process: real copies between registered addresses, and faults if a test asks for them.
 
 It is at least as strict as a real wire. A transfer copies while its owner polls, never in `post`; until then its
-destination holds a poison pattern, so whoever reads it early, or reuses its source early, gets wrong bytes at once.
-What is not registered, or is no longer, is refused.
+destination holds a poison pattern, so a caller that reads it early, or reuses its source early, gets wrong bytes at
+once. Memory that is not registered, or is no longer, is refused.
 """
 
 import ctypes
@@ -31,19 +31,19 @@ class MemoryFaults:
     """What goes wrong, under a test's control. Change it at any time; counts run down by themselves."""
 
     fail_next: int = 0
-    """That many of the next posted transfers end with an error, half copied."""
+    """This many of the next posted transfers end with an error, half copied."""
     fail_after: int = 0
-    """Counted before `fail_next`: that many transfers are posted that do not fail."""
+    """This many transfers are posted without a fault before `fail_next` counts."""
     hold: bool = False
-    """No transfer moves or completes."""
+    """While true, no transfer moves or completes."""
     delay_polls: int = 0
-    """A transfer completes only at this many polls of its owner after its post, beyond the first."""
+    """A transfer completes only after this many more polls of its owner."""
     drop_messages: int = 0
-    """That many of the next messages are lost on the way."""
+    """This many of the next messages are lost on the way."""
     hold_messages: bool = False
-    """Messages stay on the way."""
+    """While true, messages stay on the way."""
     on_post: Callable[[PeerName, PeerName, Operation], None] | None = None
-    """Called with (from, to, operation) at each post: a hook that loses a peer at just that moment, say."""
+    """Called with (from, to, operation) at each post, for instance to lose a peer at just that moment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,10 +52,10 @@ class _Transfer:
     peer: PeerName
     operation: Operation
     pieces: list[tuple[Runs, int, int]]
-    """Runs, and the absolute addresses of the source and of the destination region."""
+    """Runs, with the absolute addresses of the source region and the destination region."""
     message: bytes
     polls_left: int
-    doomed: str | None = None
+    failing: str | None = None
 
 
 @dataclass(slots=True)
@@ -83,12 +83,12 @@ class MemoryHub:
         self._lost: set[PeerName] = set()
 
     def lose(self, name: PeerName) -> None:
-        """That end dies: transfers with it fail, posts to it raise PeerLost, its messages go nowhere. For good."""
+        """That end dies for good: transfers with it fail, posts to it raise PeerLost, its messages go nowhere."""
         with self.lock:
             self._lost.add(name)
 
     def is_lost(self, name: PeerName) -> bool:
-        """It has died, or has closed."""
+        """True if that end has died, or has closed."""
         return name in self._lost or name not in self.ends
 
     def deliver(self, sender: PeerName, to: PeerName, body: bytes) -> None:
@@ -123,7 +123,7 @@ class MemoryTransport:
         self._closed = False
 
     def register(self, regions: Sequence[Region], owners: Sequence[object]) -> None:
-        """See Transport.register."""
+        """Implements Transport.register."""
         with self.hub.lock:
             if self._closed or self.agent_name in self.hub.ends:
                 raise TransferError(f"{self.agent_name!r} is registered already, or closed: make another transport")
@@ -136,12 +136,12 @@ class MemoryTransport:
             self.hub.ends[self.agent_name] = _End(self._regions, awake=self._awake)
 
     def metadata(self) -> bytes:
-        """See Transport.metadata."""
+        """Implements Transport.metadata."""
         self._must_be_open()
         return json.dumps({"memory": self.agent_name}).encode()
 
     def connect(self, peer: PeerName, metadata: bytes, regions: Sequence[Region]) -> None:
-        """See Transport.connect. Raises TransferError for metadata of another peer, or regions it did not register."""
+        """Implements Transport.connect. Raises TransferError for metadata of another peer, and for unknown regions."""
         with self.hub.lock:
             self._must_be_open()
             try:
@@ -161,18 +161,18 @@ class MemoryTransport:
             self._awake.set()  # its messages may have come before
 
     def disconnect(self, peer: PeerName) -> None:
-        """See Transport.disconnect."""
+        """Implements Transport.disconnect."""
         with self.hub.lock:
             self._peers.pop(peer, None)
             for transfer in self._transfers:
                 if transfer.peer == peer:
-                    transfer.doomed = transfer.doomed or f"peer {peer!r} was disconnected"
+                    transfer.failing = transfer.failing or f"peer {peer!r} was disconnected"
             end = self.hub.ends.get(self.agent_name)
             if end:
                 end.inbox = deque(message for message in end.inbox if message.peer != peer)
 
     def post(self, peer: PeerName, operation: Operation, runs: Sequence[Runs], message: bytes = b"") -> Ticket:
-        """See Transport.post."""
+        """Implements Transport.post."""
         with self.hub.lock:
             self._must_be_open()
             known = self._must_be_connected(peer)
@@ -196,7 +196,7 @@ class MemoryTransport:
                 faults.fail_after -= 1
             elif faults.fail_next > 0:
                 faults.fail_next -= 1
-                transfer.doomed = "a fault was asked for"
+                transfer.failing = "a fault was asked for"
             for piece, _, destination in transfer.pieces:
                 for offset, length in zip(piece.destination.tolist(), piece.length.tolist(), strict=True):
                     ctypes.memset(destination + offset, POISON, length)
@@ -204,7 +204,7 @@ class MemoryTransport:
             return transfer.ticket
 
     def send(self, peer: PeerName, message: bytes) -> None:
-        """See Transport.send."""
+        """Implements Transport.send."""
         with self.hub.lock:
             self._must_be_open()
             self._must_be_connected(peer)
@@ -212,14 +212,14 @@ class MemoryTransport:
             self.hub.deliver(self.agent_name, peer, message)
 
     def poll(self) -> Polled:
-        """See Transport.poll. Copies what is due."""
+        """Implements Transport.poll. Copies what is due."""
         with self.hub.lock:
             if self._closed or self.agent_name not in self.hub.ends:
                 return Polled()
             completions = []
             waiting = []
             for transfer in self._transfers:
-                if self.hub.faults.hold and not transfer.doomed and not self.hub.is_lost(transfer.peer):
+                if self.hub.faults.hold and not transfer.failing and not self.hub.is_lost(transfer.peer):
                     waiting.append(transfer)
                 elif transfer.polls_left > 0:
                     transfer.polls_left -= 1
@@ -230,7 +230,7 @@ class MemoryTransport:
             return Polled(tuple(completions), tuple(self._take_messages()))
 
     def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
-        """See Transport.wait. All peers are in this process: their messages set our event."""
+        """Implements Transport.wait. All peers are in this process: their messages set our event."""
         if self._transfers:
             timeout_s = min(timeout_s, _IN_FLIGHT_S)  # only `poll` copies
         elif self.hub.faults.hold_messages:
@@ -239,17 +239,17 @@ class MemoryTransport:
         self._awake.clear()
 
     def wake(self) -> None:
-        """See Transport.wake."""
+        """Implements Transport.wake."""
         self._awake.set()
 
     def listen(self, host: str) -> None:
-        """See Transport.listen. Peers need no address."""
+        """Implements Transport.listen. Peers need no address."""
 
     def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
-        """See Transport.set_wake_address. It is not needed."""
+        """Implements Transport.set_wake_address. It is not needed."""
 
     def close(self) -> None:
-        """See Transport.close."""
+        """Implements Transport.close."""
         with self.hub.lock:
             self._closed = True
             if self._regions or self._owners or self.agent_name in self.hub.ends:
@@ -264,12 +264,12 @@ class MemoryTransport:
         if self.hub.is_lost(transfer.peer) or self.hub.is_lost(self.agent_name) or peer_end is None:
             return Completion(transfer.ticket, f"peer {transfer.peer!r} is gone")
         for piece, source, destination in transfer.pieces:
-            # A transfer that fails has still moved some of its bytes: nobody may rely on "all or nothing".
+            # A transfer that fails has still moved some of its bytes: no caller may rely on "all or nothing".
             runs = zip(piece.source.tolist(), piece.destination.tolist(), piece.length.tolist(), strict=True)
-            for from_, to, length in itertools.islice(runs, len(piece) // 2 if transfer.doomed else None):
+            for from_, to, length in itertools.islice(runs, len(piece) // 2 if transfer.failing else None):
                 ctypes.memmove(destination + to, source + from_, length)
-        if transfer.doomed:
-            return Completion(transfer.ticket, transfer.doomed)
+        if transfer.failing:
+            return Completion(transfer.ticket, transfer.failing)
         if transfer.message:
             self.hub.deliver(self.agent_name, transfer.peer, transfer.message)
         return Completion(transfer.ticket)
@@ -279,7 +279,7 @@ class MemoryTransport:
             return []
         end = self.hub.ends[self.agent_name]
         taken = [message for message in end.inbox if message.peer in self._peers]
-        # A peer may be connected to us before we have heard of it: its first messages wait, the oldest go.
+        # A peer may connect to us before we connect to it: its first messages wait, and the oldest are dropped.
         early = [message for message in end.inbox if message.peer not in self._peers]
         end.inbox = deque(early[-_MAX_EARLY:])
         return taken

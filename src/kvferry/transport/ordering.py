@@ -1,4 +1,4 @@
-"""Messages in order, whatever the wire does, and nothing kept for ever for a peer that we do not know.
+"""Puts messages in order, whatever the wire does, and keeps nothing for ever for a peer that we do not know.
 
 UCX delivers short messages in order on one lane, and does not promise it over several. So each message carries the
 sender's connection (a random number, new at each connect) and its place in it.
@@ -30,7 +30,7 @@ class Outbox:
         self._next = 0
 
     def frame(self, body: bytes) -> bytes:
-        """The body with its place. Frames must be sent in the order in which they were made."""
+        """Returns the body with its place. Frames must be sent in the order in which they were made."""
         framed = _HEADER.pack(self._connection, self._next) + body
         self._next += 1
         return framed
@@ -46,9 +46,9 @@ class _Stream:
 
 
 class Inbox:
-    """Puts the messages of all peers in order. Those of a peer not yet connected are held: bounded, oldest dropped.
+    """Puts the messages of all peers in order. Those of a peer that is not connected yet are held, up to a bound.
 
-    A peer can be connected to us before we have heard of it; then its first messages come early, and must not be lost.
+    A peer may connect to us before we connect to it; then its first messages come early, and must not be lost.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Inbox:
         self._streams.pop(peer, None)
 
     def put(self, peer: PeerName, framed: bytes) -> None:
-        """A message as it came off the wire. One that no correct peer sends is dropped and counted."""
+        """Takes a message as it came off the wire. One that no correct peer sends is dropped and counted."""
         if len(framed) < _HEADER.size:
             return self._drop(peer, "it has no header")
         connection, place = _HEADER.unpack_from(framed)
@@ -92,7 +92,7 @@ class Inbox:
         return None
 
     def take(self) -> list[tuple[PeerName, bytes]]:
-        """All messages that are in order, of connected peers; each once."""
+        """Returns all messages of connected peers that are in order; each once."""
         taken: list[tuple[PeerName, bytes]] = []
         for peer, stream in self._streams.items():
             if stream.ready and peer in self._known:
@@ -102,7 +102,7 @@ class Inbox:
         return taken
 
     def take_restarted(self) -> set[PeerName]:
-        """Peers that have connected to us anew: they forgot our place too, so our Outbox to them must begin anew."""
+        """Returns peers that have connected to us anew. They forgot our place, so our Outbox to them begins anew."""
         taken, self._restarted = self._restarted, set()
         return taken
 
@@ -115,7 +115,7 @@ class Inbox:
             del self._streams[strangers[0]]
             self._drop(strangers[0], f"more than {MAX_STRANGERS} unknown peers send")
 
-    def _drop(self, peer: PeerName, why: str) -> None:
+    def _drop(self, peer: PeerName, reason: str) -> None:
         self.num_dropped += 1
         if self.num_dropped & (self.num_dropped - 1) == 0:  # 1, 2, 4, 8 ...: a flood must not fill the log
-            logger.warning("message dropped peer=%s cause=%s dropped_so_far=%d", peer, why, self.num_dropped)
+            logger.warning("message dropped peer=%s cause=%s dropped_so_far=%d", peer, reason, self.num_dropped)

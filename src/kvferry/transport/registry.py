@@ -1,4 +1,4 @@
-"""Transports by name. Each is imported when it is first asked for: `import kvferry` loads none."""
+"""Finds transports by name. Each is imported when it is first asked for: `import kvferry` loads none."""
 
 import importlib
 from typing import Any
@@ -17,7 +17,7 @@ _INSTALL = {"nixl": "pip install 'kvferry[nixl]'"}
 
 
 def make_transport(name: str, agent_name: PeerName, **options: Any) -> Transport:
-    """One rank's end of the transport called `name`. Options are those of its constructor.
+    """Makes one rank's end of the transport called `name`. Options are those of its constructor.
 
     Raises ConfigError for a name that is not in TRANSPORTS, or whose package is not installed.
     """

@@ -1,4 +1,4 @@
-"""What every transport refuses before it touches memory. Vectorised: a few nanoseconds a run."""
+"""Refuses what every transport must refuse before it touches memory. Vectorised: a few nanoseconds per run."""
 
 import itertools
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ class AdaptiveMover:
         """Parts that went through staging so far."""
 
     def start(self, post: Post, link: Link) -> Moved | None:
-        """See Mover.start."""
+        """Implements Mover.start."""
         flow = link.outgoing if post.operation is Operation.WRITE else link.incoming
         num_bytes = 0 if flow is None else flow.bytes_per_token * len(post.tokens)
         if flow is None or num_bytes < _MIN_STAGED_BYTES:
@@ -92,13 +92,13 @@ class AdaptiveMover:
         return None
 
     def completed(self, completion: Completion) -> Moved | None:
-        """See Mover.completed. How a staged part ended is returned by `poll`."""
+        """Implements Mover.completed. How a staged part ended is returned by `poll`."""
         if self._stager.completed(completion):
             return None
         return self._direct.completed(completion)
 
     def poll(self) -> Sequence[Moved]:
-        """See Mover.poll. May copy one chunk."""
+        """Implements Mover.poll. May copy one chunk."""
         if not self._staged:
             return ()
         now_s = self._clock.now_s()
@@ -109,7 +109,7 @@ class AdaptiveMover:
 
     @property
     def num_in_flight(self) -> int:
-        """See Mover.num_in_flight."""
+        """Implements Mover.num_in_flight."""
         return self._direct.num_in_flight + len(self._staged)
 
     def close(self) -> None:

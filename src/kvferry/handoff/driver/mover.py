@@ -90,7 +90,7 @@ class DirectMover:
         self._parts: dict[Ticket, _Part] = {}
 
     def start(self, post: Post, link: Link, planned: list[Runs] | None = None) -> Moved | None:
-        """See Mover.start. `planned`: the result of `runs_of`, if the caller has it."""
+        """Implements Mover.start. `planned`: the result of `runs_of`, if the caller has it."""
         flow = link.outgoing if post.operation is Operation.WRITE else link.incoming
         part = _Part(post.post)
         try:
@@ -114,7 +114,7 @@ class DirectMover:
         return None
 
     def completed(self, completion: Completion) -> Moved | None:
-        """See Mover.completed."""
+        """Implements Mover.completed."""
         part = self._parts.pop(completion.ticket, None)
         if part is None:
             return None
@@ -125,13 +125,13 @@ class DirectMover:
         return Moved(part.post, part.error, part.num_bytes, part.num_runs)
 
     def poll(self) -> Sequence[Moved]:
-        """See Mover.poll: nothing ends but by completions."""
+        """Implements Mover.poll: nothing ends but by completions."""
         return ()
 
     @property
     def num_in_flight(self) -> int:
-        """See Mover.num_in_flight."""
+        """Implements Mover.num_in_flight."""
         return len(self._parts)
 
     def close(self) -> None:
-        """See Mover.close: the transport ends what is in flight."""
+        """Implements Mover.close: the transport ends what is in flight."""

@@ -1,4 +1,4 @@
-"""What a driver is told about its own rank: who it is, what memory it has, and whom it calls back."""
+"""What a driver needs to know of its own rank: who it is, what memory it has, and what it calls back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

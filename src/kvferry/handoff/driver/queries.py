@@ -45,22 +45,22 @@ class LinkQueries:
         return None if link is None else link.incoming if self._incoming else link.outgoing
 
     def owes(self, peer: Peer) -> bool:
-        """See LayoutQueries.owes."""
+        """Implements LayoutQueries.owes."""
         return self._flow(peer) is not None
 
     def unit_tokens(self, peer: Peer) -> int:
-        """See LayoutQueries.unit_tokens."""
+        """Implements LayoutQueries.unit_tokens."""
         flow = self._flow(peer)
         return 1 if flow is None else flow.unit_tokens
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """See LayoutQueries.write_s."""
+        """Implements LayoutQueries.write_s."""
         flow = self._flow(peer)
         num_bytes = 0 if flow is None else flow.bytes_per_token * num_tokens + flow.fixed_bytes
         return _MARGIN_S + num_bytes / _MIN_BYTES_PER_S
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """See LayoutQueries.digest."""
+        """Implements LayoutQueries.digest."""
         flow = self._flow(peer)
         if flow is None or self._memory is None or self._verify is Verify.OFF:
             return b""
@@ -73,7 +73,7 @@ class LinkQueries:
     def check(
         self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
     ) -> int:
-        """See LayoutQueries.check."""
+        """Implements LayoutQueries.check."""
         flow = self._flow(peer)
         if flow is None or self._memory is None or self._verify is Verify.OFF:
             return 0

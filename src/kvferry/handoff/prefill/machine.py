@@ -69,7 +69,7 @@ class PrefillMachine:
     # ---- orders of our engine
 
     def offer(self, order: Offer, now_s: float) -> None:
-        """More of a transfer is computed. After a withdrawal it changes nothing."""
+        """More of a transfer is computed. After the final offer, or a withdrawal, this changes nothing."""
         grant = self._grants.get(order.transfer)
         if grant is None:
             grant = self._add(order.transfer, _NEVER)
@@ -88,7 +88,7 @@ class PrefillMachine:
         self._advance(grant, now_s)
 
     def withdraw(self, order: Withdraw, now_s: float) -> None:
-        """The request ended early. Released when no decode rank can be reading and no write is in flight."""
+        """The request ended early. It is released when no decode rank can be reading and no write is in flight."""
         grant = self._grants.get(order.transfer)
         if grant is None:
             if order.transfer not in self._ended:
@@ -105,9 +105,9 @@ class PrefillMachine:
         self._advance(grant, now_s)
 
     def drain(self, now_s: float) -> None:
-        """Admit nothing that was not offered; what nobody renews or claims ends soon, not with its lease. Idempotent.
+        """Admits only what was offered, and ends soon the grants that no peer claims or renews. Idempotent.
 
-        Whoever waits for a grant names it in every renewal: two periods without are enough to know.
+        A peer that waits for a grant names it in every renewal: two periods without one are enough to know.
         """
         if self._draining:
             return
@@ -122,7 +122,7 @@ class PrefillMachine:
         return min(self._lease.ttl_s, 2 * self._lease.renew_every_s)
 
     def withdraw_all(self, reason: str, now_s: float) -> None:
-        """Withdraw everything that is open."""
+        """Withdraws everything that is open."""
         for transfer in list(self._grants):
             self.withdraw(Withdraw(transfer, reason), now_s)
 
@@ -146,7 +146,7 @@ class PrefillMachine:
         self._advance(grant, now_s)
 
     def on_register(self, peer: Peer, message: Register, now_s: float) -> None:
-        """Push: a decode rank lets us write. We may, once it has acknowledged a renewal."""
+        """Push: a decode rank lets us write, after it has acknowledged a renewal."""
         grant = self._admit(peer, message.transfer, message.ranks, now_s)
         if grant is None:
             return
@@ -173,7 +173,7 @@ class PrefillMachine:
         self._advance(grant, now_s)
 
     def on_confirm(self, peer: Peer, message: Confirm, now_s: float) -> None:
-        """A decode rank is done with us; it may never have claimed (a full prefix hit)."""
+        """A decode rank has all that it wanted; it may never have claimed (a full prefix hit)."""
         self._leave(peer, message, ConsumerEvent.CONFIRM, now_s)
 
     def on_drop(self, peer: Peer, message: Drop, now_s: float) -> None:
@@ -181,7 +181,7 @@ class PrefillMachine:
         self._leave(peer, message, ConsumerEvent.GIVE_UP, now_s)
 
     def on_revoke(self, peer: Peer, message: Revoke, now_s: float) -> None:
-        """Push: a decode rank takes its blocks back; it hears Stopped when nothing of ours is in flight."""
+        """Push: a decode rank takes its blocks back; it gets a Stopped when no write of ours is in flight."""
         consumer = self._leave(peer, message, ConsumerEvent.GIVE_UP, now_s)
         if consumer is not None and consumer.in_flight:
             consumer.owes_stopped = True
@@ -207,7 +207,7 @@ class PrefillMachine:
         return consumer
 
     def on_renew(self, peer: Peer, message: Renew, now_s: float) -> None:
-        """Pull: the holder is alive; everything it names and we still keep is extended."""
+        """Pull: the holder is alive; everything that it names, and that we still keep, is extended."""
         ended = []
         until_s = now_s + self._lease.ttl_s
         for name in message.transfers:
@@ -283,7 +283,7 @@ class PrefillMachine:
                 self._advance(grant, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
+        """Does what is due by now."""
         for transfer in self._timers.pop_due(now_s):
             grant = self._grants.get(transfer)
             if grant is not None:
@@ -292,17 +292,17 @@ class PrefillMachine:
             self.actions.append(Send(peer, renew))
 
     def next_deadline_s(self) -> float | None:
-        """When `tick` has something to do."""
+        """Returns when `tick` next has something to do."""
         return first_of(self._timers.next_s(), self._heartbeats.next_s())
 
     @property
     def num_open(self) -> int:
-        """Offered transfers whose blocks are not free yet."""
+        """The number of offered transfers whose blocks are not free yet."""
         return len(self._grants) - self._num_awaited
 
     @property
     def has_final(self) -> bool:
-        """A whole prompt is offered, and its blocks are not free yet."""
+        """True if a whole prompt is offered, and its blocks are not free yet."""
         return any(grant.state is GrantState.FINAL for grant in self._grants.values())
 
     # ---- inside

@@ -2,7 +2,7 @@
 
 NIXL brings messages, and gives no sign that one has come: they must be polled for. Polling often costs a core that
 decodes, polling rarely costs each hand-off several waits. So after each message the sender also sends one UDP datagram,
-the *ring*, to the port that the receiver told it (`WakeAddress`). It holds the receiver's token and nothing else, and
+the *ring*, to the port that the receiver gave it (`WakeAddress`). It holds the receiver's token and nothing else, and
 says only "look". A lost ring costs one pause; a forged one costs one look, and many forged ones close the bell (it
 still rings others).
 
@@ -44,7 +44,7 @@ class Doorbell:
     def __init__(self, clock: Clock) -> None:
         self.token = os.urandom(TOKEN_BYTES)
         self.port = 0
-        """What peers are told; 0: peers cannot ring."""
+        """Where peers can ring; 0: they cannot."""
         self.rings_arrive = False
         """A ring has come, so rings get through to us."""
         self._clock = clock

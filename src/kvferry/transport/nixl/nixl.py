@@ -2,7 +2,7 @@
 
 What NIXL promises, what it does not, and what was measured: docs/explanation/what-nixl-promises.md. In short:
 
-- NIXL's own progress thread runs, with a delay, so that it sleeps in poll(2) until something happens (0.02 of a core
+- NIXL's own progress thread runs, with a delay, so that it sleeps in poll(2) until something happens (2 % of a core
   when idle). Without one, a peer's READ of our memory would not end while our own thread is busy.
 - `post` does the whole copy over shared memory, with the interpreter lock released.
 - The message of a transfer is sent by us after its last part has ended without an error: one post can be several NIXL
@@ -64,7 +64,7 @@ class _Transfer:
     message: bytes
     error: str | None = None
     give_up_at_s: float | None = None
-    """Set by disconnect: parts that have not ended by then are let go."""
+    """Set by `disconnect`: parts that have not ended by then are released."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +76,8 @@ class _Peer:
 class NixlTransport:
     """One rank's end over NIXL. Implements kvferry.transport.base.Transport.
 
-    `settle_s`: how long `disconnect` lets transfers with that peer run on before it lets go of them. One that is let
-    go of is reported with an error, but if the peer only slept, its bytes may still land: keep such blocks in
+    `settle_s`: how long `disconnect` lets transfers with that peer run on before it releases them. A transfer that is
+    released is reported with an error, but if the peer only slept, its bytes may still land: keep such blocks in
     quarantine, as for any vanished peer.
 
     `progress_delay_us`: NIXL's progress thread wakes when something arrives, and after this time at the latest. Each
@@ -107,7 +107,7 @@ class NixlTransport:
         self._owners: tuple[object, ...] = ()
         self._peers: dict[PeerName, _Peer] = {}
         self._leaving: set[PeerName] = set()
-        """Disconnected peers whose transfers have not all ended; NIXL still knows them."""
+        """Disconnected peers whose transfers have not all ended; NIXL has not forgotten them yet."""
         self._transfers: list[_Transfer] = []
         self._inbox = Inbox()
         self._tickets = itertools.count(1)
@@ -115,7 +115,7 @@ class NixlTransport:
         self._bell = Doorbell(self._clock)
 
     def register(self, regions: Sequence[Region], owners: Sequence[object]) -> None:
-        """See Transport.register. Also starts the agent. Raises ConfigError where UCX cannot do this memory kind."""
+        """Implements Transport.register. Starts the agent. Raises ConfigError if UCX cannot do this kind of memory."""
         with self._lock:
             if self._agent is not None:
                 raise TransferError(f"{self.agent_name!r} has registered its memory already: make another transport")
@@ -144,12 +144,12 @@ class NixlTransport:
             logger.debug("agent started agent=%s regions=%d", self.agent_name, len(regions))
 
     def metadata(self) -> bytes:
-        """See Transport.metadata."""
+        """Implements Transport.metadata."""
         with self._lock, mapped("describe this agent"):
             return _sealed(bytes(self._must_be_open().getLocalMD()))
 
     def connect(self, peer: PeerName, metadata: bytes, regions: Sequence[Region]) -> None:
-        """See Transport.connect. Raises TransferError for metadata that is not this peer's, leaving nothing behind."""
+        """Implements Transport.connect. For metadata of another peer: TransferError, and nothing is left behind."""
         with self._lock:
             agent = self._must_be_open()
             if peer in self._peers:
@@ -171,7 +171,7 @@ class NixlTransport:
             logger.info("peer connected agent=%s peer=%s regions=%d", self.agent_name, peer, len(regions))
 
     def disconnect(self, peer: PeerName) -> None:
-        """See Transport.disconnect. Transfers with the peer end at their own time, at most `settle_s` from now."""
+        """Implements Transport.disconnect. Transfers with the peer may run on for `settle_s`."""
         with self._lock:
             if self._peers.pop(peer, None) is None:
                 return
@@ -189,7 +189,7 @@ class NixlTransport:
             logger.info("peer disconnected agent=%s peer=%s open=%d", self.agent_name, peer, len(open_transfers))
 
     def post(self, peer: PeerName, operation: Operation, runs: Sequence[Runs], message: bytes = b"") -> Ticket:
-        """See Transport.post."""
+        """Implements Transport.post."""
         with self._lock:
             agent = self._must_be_open()
             known = self._must_be_connected(peer)
@@ -209,7 +209,7 @@ class NixlTransport:
             return transfer.ticket
 
     def send(self, peer: PeerName, message: bytes) -> None:
-        """See Transport.send."""
+        """Implements Transport.send."""
         with self._lock:
             self._must_be_open()
             known = self._must_be_connected(peer)
@@ -217,7 +217,7 @@ class NixlTransport:
             self._send(peer, known, message)
 
     def poll(self) -> Polled:
-        """See Transport.poll."""
+        """Implements Transport.poll."""
         with self._lock:
             if self._agent is None:
                 return Polled()
@@ -234,7 +234,7 @@ class NixlTransport:
             return Polled(tuple(completions), messages)
 
     def wait(self, timeout_s: float, *, look_every_s: float = LOOK_EVERY_S) -> None:
-        """See Transport.wait. NIXL itself tells nobody that something has come: peers ring (nixl/doorbell.py)."""
+        """Implements Transport.wait. NIXL gives no sign that something has come, so peers ring (doorbell.py)."""
         if self._transfers:
             timeout_s = min(timeout_s, _IN_FLIGHT_S)
         elif self._bell.expecting():
@@ -244,21 +244,21 @@ class NixlTransport:
         self._bell.wait(timeout_s)
 
     def wake(self) -> None:
-        """See Transport.wake."""
+        """Implements Transport.wake."""
         self._bell.wake()
 
     def listen(self, host: str) -> WakeAddress | None:
-        """See Transport.listen."""
+        """Implements Transport.listen."""
         self._bell.listen(host)
         return WakeAddress(host, self._bell.port, self._bell.token) if self._bell.port else None
 
     def set_wake_address(self, peer: PeerName, address: WakeAddress) -> None:
-        """See Transport.set_wake_address."""
+        """Implements Transport.set_wake_address."""
         if peer in self._peers:
             self._bell.learn(peer, address)
 
     def close(self) -> None:
-        """See Transport.close. Waits for a copy that another thread is posting."""
+        """Implements Transport.close. Waits for a copy that another thread is posting."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is not None:
@@ -284,7 +284,7 @@ class NixlTransport:
             self._bell.close()
 
     def _descriptors(self, operation: Operation, runs: Sequence[Runs], known: _Peer) -> list[tuple[Any, Any]]:
-        """Local and remote descriptor lists: one pair for each pair of memory kinds that occurs."""
+        """Returns local and remote descriptor lists: one pair for each pair of memory kinds that occurs."""
         reads = operation is Operation.READ
         rows: dict[tuple[MemoryKind, MemoryKind], tuple[list[Any], list[Any]]] = {}
         for piece in runs:
@@ -305,7 +305,7 @@ class NixlTransport:
         ]
 
     def _start(self, transfer: _Transfer, operation: Operation) -> None:
-        """Post all parts. A part that cannot start fails the transfer; it is raised only if nothing has started."""
+        """Posts all parts. A part that cannot start fails the transfer; it raises only if nothing has started."""
         for index, part in enumerate(transfer.parts):
             try:
                 with mapped(f"start a {operation.value} with peer {transfer.peer!r}"):
@@ -349,7 +349,7 @@ class NixlTransport:
             try:
                 self._send(transfer.peer, known, transfer.message)
             except FerryError as error:
-                # The bytes are there and valid; whether the peer heard of it is another matter, and its lease tells.
+                # The bytes are there and valid. If the peer does not learn of it, its lease ends.
                 logger.warning("message after a transfer was lost peer=%s cause=%s", transfer.peer, error)
         return Completion(transfer.ticket, transfer.error)
 
@@ -376,7 +376,7 @@ class NixlTransport:
                 self._peers[peer].outbox = Outbox()
 
     def _let_go_of(self, peer: PeerName) -> None:
-        """The peer comes back while transfers of its last connection still run: they get no more time."""
+        """The peer comes back while transfers of its last connection still run: ends them now."""
         for transfer in self._transfers:
             if transfer.peer == peer:
                 self._release(transfer)
@@ -413,9 +413,9 @@ class NixlTransport:
 
 
 def _sealed(blob: bytes) -> bytes:
-    """NIXL's metadata with a checksum before it.
+    """Returns NIXL's metadata with a checksum before it.
 
-    NIXL keeps half of a blob that breaks off, and then refuses the whole one for ever. So damage must be found first.
+    NIXL keeps half of a truncated blob, and then refuses the whole one for ever. So damage must be found first.
     """
     return _SEAL + hashlib.sha256(blob).digest() + blob
 
@@ -431,7 +431,7 @@ def _opened(metadata: bytes, peer: PeerName) -> bytes:
 
 
 def _opening(own_metadata: bytes, own_name: PeerName, peer: PeerName) -> bytes:
-    """How the metadata of `peer` must begin, from how ours does: a tag, the length of the name, the name."""
+    """Returns how the metadata of `peer` must begin, from how ours does: a tag, the length of the name, the name."""
     name, other = own_name.encode(), peer.encode()
     tag, found, _ = own_metadata.partition(struct.pack("<Q", len(name)) + name)
     assert found, "NIXL's metadata opens with the name of the agent"
@@ -447,7 +447,7 @@ def _operation(operation: Operation) -> Any:
 
 
 def _rows(region: Region, offsets: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """N x 3, as NIXL copies it: address, length, device."""
+    """Returns an N x 3 array, as NIXL copies it: address, length, device."""
     rows = np.empty((len(offsets), 3), dtype=np.int64)
     np.add(offsets, region.address, out=rows[:, 0])
     rows[:, 1] = lengths

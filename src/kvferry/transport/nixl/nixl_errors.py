@@ -1,4 +1,4 @@
-"""NIXL's exceptions, by who must act. They end here: nothing above knows a NIXL class."""
+"""Maps NIXL's exceptions to ours, by who must act. They end here: no other module knows a NIXL class."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ _FOREIGN: tuple[type[Exception], ...] = (RuntimeError, *(getattr(bindings, name)
 
 @contextmanager
 def mapped(doing: str) -> Iterator[None]:
-    """Turn NIXL's exceptions into ours. `doing` completes "NIXL cannot ..."."""
+    """Turns NIXL's exceptions into ours. `doing` completes "NIXL cannot ..."."""
     try:
         yield
     except _FOREIGN as error:

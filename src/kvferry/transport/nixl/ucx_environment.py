@@ -1,4 +1,4 @@
-"""Defaults for UCX and NIXL, given by environment variables and only where the operator has set none.
+"""Defaults for UCX and NIXL, as environment variables that are set only if the operator has not set them.
 
 UCX reads its environment once, when the first agent of a process is made.
 """
@@ -18,7 +18,7 @@ _CAP_SYS_PTRACE = 1 << 19
 
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Set what is unset; returns what was set. Logs it once, at INFO, when there is something."""
+    """Sets what is unset, and returns what was set. Logs it once, at INFO, if there is anything."""
     wanted = {
         # Each error that NIXL prints also reaches us as an exception or a status, and is logged by us with its context.
         "NIXL_LOG_LEVEL": "FATAL",
@@ -36,7 +36,7 @@ def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> d
 
 
 def may_read_other_processes(ptrace_scope: Path = _PTRACE_SCOPE, status: Path = _STATUS) -> bool:
-    """Whether the kernel lets a process copy from another of the same user (cross-memory attach)."""
+    """Returns whether the kernel lets a process copy from another of the same user (cross-memory attach)."""
     try:
         if int(ptrace_scope.read_text()) == 0:
             return True

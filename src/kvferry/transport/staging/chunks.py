@@ -1,4 +1,4 @@
-"""A staged transfer cut into chunks that fit the staging pool, and the processor's cache.
+"""Cuts a staged transfer into chunks that fit the staging pool, and the processor's cache.
 
 In a whole pack plan a slice (one part of one layer) lies in one piece in staging, however many tokens it has. Cut by
 tokens into chunks of a few blocks, all slices of a chunk lie together: where the source's blocks are whole runs of
@@ -55,10 +55,10 @@ def chunk_plans(
     end: int | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[StagedPlan]:
-    """Pack plans that together move `wanted`, each about `chunk_bytes` of staging, in the order of their tokens.
+    """Returns pack plans that together move `wanted`, each of about `chunk_bytes`, in the order of their tokens.
 
-    Arguments and errors are those of planning.plan; errors come before the first plan. A chunk may be longer where one
-    unit is. With `end`, or where a state or a window depends on the end of the range, there is one plan for all.
+    Arguments and errors are those of planning.plan; errors come before the first plan. A chunk is longer if one
+    unit is. With `end`, or if a state or a window depends on the end of the range, there is one plan for all.
     """
     # Everything that can be wrong is found now, and not after half of the chunks have been moved.
     todo = moves(edge, source_tables, destination_tables, wanted, end=end)
@@ -133,7 +133,7 @@ def _rest(
 def _simple_sides(
     edge: "Edge", source_tables: Sequence[BlockTable], destination_tables: Sequence[BlockTable]
 ) -> tuple[_Side, _Side] | None:
-    """Both sides where each has one group, whose blocks a template's block ids can be told apart by; else None."""
+    """Returns both sides if each has one group, whose blocks the template's block ids identify; else None."""
     sides = []
     for layout, tables in ((edge.source, source_tables), (edge.destination, destination_tables)):
         if len(layout.groups) != 1 or len(tables) != 1 or not _is_paged_alike(layout):
@@ -151,7 +151,7 @@ def _is_paged_alike(layout: CacheLayout) -> bool:
 
 
 def _repeated(template: PackPlan, side: _Side, start: int, tokens: TokenRange, unit: int) -> PackPlan:
-    """The template's unit, once for each unit of `tokens`, one behind the other in staging."""
+    """Returns the template's unit once for each unit of `tokens`, one after the other in staging."""
     num_units = len(tokens) // unit
     blocks_a_unit = unit // side.block_tokens
     own = side.ids[side.blocks_of(start, unit)]
@@ -180,7 +180,7 @@ def _repeated(template: PackPlan, side: _Side, start: int, tokens: TokenRange, u
 
 
 def _joined(box: PackBox) -> PackBox:
-    """Draw the dims into the run where they follow on without a gap on both sides."""
+    """Merges dims into the run if they are contiguous on both sides."""
     run, dims = box.run_bytes, list(box.dims)
     while dims and dims[-1][1] == dims[-1][2] == run:
         run *= dims.pop()[0]

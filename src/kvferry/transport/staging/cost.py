@@ -1,8 +1,8 @@
-"""Direct or staged: how long each would take, from what was measured once on this machine.
+"""Predicts how long a transfer takes, direct or staged, from what was measured once on this machine.
 
-A transfer of many runs costs so much a run, by its length; a copy so much a piece. Between measured lengths the figures
-are interpolated, on logarithmic axes. `kvferry bench calibrate` measures; without it the defaults below hold, measured
-with NIXL over shared memory on two cores: the ratios are what matters, not the speeds.
+A transfer costs a time per run, by the run's length; a copy costs a time per piece. Between measured lengths the figures
+are interpolated, on logarithmic axes. `kvferry bench calibrate` measures. Without it the defaults below hold, measured
+with NIXL over shared memory on two cores: the ratios matter, not the speeds.
 """
 
 import json
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 Curve = tuple[tuple[int, float], ...]
-"""(bytes of a run, seconds for one such run), by rising length."""
+"""Pairs (bytes of a run, seconds for one such run), by rising length."""
 
 _OVER_SHARED_MEMORY: Curve = (
     (256, 2.9e-6),
@@ -40,7 +40,7 @@ _OVER_SHARED_MEMORY: Curve = (
 
 
 class Route(StrEnum):
-    """How bytes move."""
+    """The way that bytes move."""
 
     DIRECT = "direct"
     """From cache to cache, run by run."""
@@ -50,20 +50,20 @@ class Route(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What runs and pieces cost here."""
+    """What runs and pieces cost on this machine."""
 
     read: Curve = _OVER_SHARED_MEMORY
-    """A READ, by the length of its runs."""
+    """The cost of a READ, by the length of its runs."""
     write: Curve = _OVER_SHARED_MEMORY
-    """A WRITE."""
+    """The cost of a WRITE, by the length of its runs."""
     copy: Curve = (
         (64, 23e-9), (256, 80e-9), (1024, 300e-9), (4096, 1.2e-6), (32768, 7.6e-6), (262144, 57e-6),
     )  # fmt: skip
-    """A copy between cache and staging, by the length of its pieces."""
+    """The cost of a copy between cache and staging, by the length of its pieces."""
     overlap: float = 0.3
-    """How much of the shorter of wire and copy goes on beside the longer one: 1 with a core to spare, 0 with none."""
+    """Which fraction of the shorter of wire and copy overlaps the longer one: 1 with a core to spare, 0 with none."""
     start_s: float = 300e-6
-    """What a staged transfer costs before its first byte."""
+    """The seconds that a staged transfer costs before its first byte."""
     origin: str = "default"
     """Where these figures are from."""
 
@@ -77,15 +77,15 @@ class CostModel:
             raise ConfigError(f"cost model overlap={self.overlap!r} must be in [0, 1], start_s={self.start_s!r} >= 0")
 
     def transfer_s(self, operation: Operation, num_runs: int, num_bytes: int) -> float:
-        """Predicted seconds of `num_runs` runs of about equal length."""
+        """Predicts the seconds of `num_runs` runs of about equal length."""
         return _seconds(self.read if operation is Operation.READ else self.write, num_runs, num_bytes)
 
     def copy_s(self, pieces: int, num_bytes: int) -> float:
-        """Predicted seconds of a pack or an unpack."""
+        """Predicts the seconds of a pack or an unpack."""
         return _seconds(self.copy, pieces, num_bytes)
 
     def staged_s(self, operation: Operation, num_runs: int, pieces: int, num_bytes: int) -> float:
-        """Predicted seconds of a staged transfer: wire and copy, partly at the same time."""
+        """Predicts the seconds of a staged transfer: wire and copy, partly at the same time."""
         wire, copy = self.transfer_s(operation, num_runs, num_bytes), self.copy_s(pieces, num_bytes)
         return self.start_s + wire + copy - self.overlap * min(wire, copy)
 
@@ -103,7 +103,7 @@ def _seconds(curve: Curve, count: int, num_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which way, and the predictions it rests on."""
+    """The chosen way, and the predictions behind it."""
 
     route: Route
     direct_s: float
@@ -113,7 +113,7 @@ class Choice:
 def choose(
     model: CostModel, operation: Operation, plans: Sequence[StagedPlan], total_bytes: int | None = None
 ) -> Choice:
-    """Compare direct and staged for these chunks, or for `total_bytes` of which these chunks are a typical part.
+    """Compares direct and staged for these chunks, or for `total_bytes` of which these chunks are a typical part.
 
     Costs microseconds, whatever the number of short runs: it looks at pack plans, not at runs.
     """
@@ -122,21 +122,21 @@ def choose(
     sample = sum(plan.num_bytes for plan in plans)
     scale = (total_bytes if total_bytes is not None else sample) / max(1, sample)
     num_bytes = round(sample * scale)
-    far, near = (source, destination) if operation is Operation.READ else (destination, source)
+    remote, local = (source, destination) if operation is Operation.READ else (destination, source)
     # Direct runs are cut wherever either side is.
-    direct_s = model.transfer_s(operation, round(max(far, near) * scale), num_bytes)
-    staged_s = model.staged_s(operation, round(far * scale), round(near * scale), num_bytes)
+    direct_s = model.transfer_s(operation, round(max(remote, local) * scale), num_bytes)
+    staged_s = model.staged_s(operation, round(remote * scale), round(local * scale), num_bytes)
     return Choice(Route.STAGED if staged_s < direct_s else Route.DIRECT, direct_s, staged_s)
 
 
 def calibration_path() -> Path:
-    """$KVFERRY_CACHE/calibration.json, or ~/.cache/kvferry/calibration.json."""
+    """Returns $KVFERRY_CACHE/calibration.json, or ~/.cache/kvferry/calibration.json."""
     cache = os.environ.get("KVFERRY_CACHE")
     return (Path(cache) if cache else Path.home() / ".cache" / "kvferry") / "calibration.json"
 
 
 def save_cost_model(model: CostModel, path: Path | None = None) -> Path:
-    """Write it where load_cost_model finds it. Raises OSError where that cannot be."""
+    """Writes it where load_cost_model finds it. Raises OSError if that fails."""
     path = path if path is not None else calibration_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
@@ -146,7 +146,7 @@ def save_cost_model(model: CostModel, path: Path | None = None) -> Path:
 
 
 def load_cost_model(path: Path | None = None) -> CostModel:
-    """The calibration of this machine; the defaults where there is none, or none that can be read (then it says so)."""
+    """Returns the calibration of this machine. If there is none, or it cannot be read (a warning): the defaults."""
     path = path if path is not None else calibration_path()
     try:
         raw = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Staged transfers of one driver: our own staging memory between a peer's cache and ours, chunk by chunk.
+"""Carries out the staged transfers of one driver: chunk by chunk through our own staging memory.
 
 A READ brings a chunk from the peer's cache into staging, then unpacks it; a WRITE packs a chunk, then writes it from
 staging into the peer's cache. The peer does nothing, and needs no staging. A second thread copies one chunk while the
@@ -31,19 +31,19 @@ logger = logging.getLogger(__name__)
 
 StagedId = NewType("StagedId", int)
 MAX_CHUNKS = 4
-"""Chunks of one transfer in work at once: one on the wire, one being copied, one ready for each."""
+"""The most chunks of one transfer in work at once: one on the wire, one being copied, and one ready for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedDone:
-    """A staged transfer has ended, with every chunk of it: no byte of cache or staging will change any more for it."""
+    """A staged transfer has ended, with every chunk: no byte of cache or staging will change for it any more."""
 
     id: StagedId
     error: str | None
     num_bytes: int
-    """Moved over the wire and copied."""
+    """The number of bytes moved over the wire and copied."""
     num_runs: int
-    """Posted to the transport."""
+    """The number of runs posted to the transport."""
     lost: bool = False
     """The peer is gone."""
 
@@ -69,7 +69,7 @@ class _Staged:
     exhausted: bool = False
     error: str | None = None
     lost: bool = False
-    told: bool = False
+    announced: bool = False
     num_bytes: int = 0
     num_runs: int = 0
 
@@ -92,22 +92,22 @@ class Stager:
 
     @property
     def chunk_bytes(self) -> int:
-        """What to give to chunk_plans: so that MAX_CHUNKS of them fit the pool."""
+        """The size to give to chunk_plans, so that MAX_CHUNKS chunks fit the pool."""
         return min(CHUNK_BYTES, self._pool.num_bytes // MAX_CHUNKS)
 
     def start(
         self, peer: PeerName, operation: Operation, plans: Iterator[StagedPlan], message: bytes = b""
     ) -> StagedId:
-        """Begin. `message` reaches the peer after the last byte of the wire, as with Transport.post.
+        """Begins. `message` reaches the peer after the last byte of the wire, as with Transport.post.
 
-        For a READ local memory is the plans' destination, for a WRITE their source. Never raises: see `poll`.
+        For a READ local memory is the plans' destination, for a WRITE their source. `poll` returns failures.
         """
         staged = _Staged(StagedId(next(self._ids)), peer, operation, plans, message)
         self._open[staged.id] = staged
         return staged.id
 
     def cancel(self, staged_id: StagedId, reason: str) -> None:
-        """Start no more chunks; it ends, with this reason, when those in work have ended."""
+        """Starts no more chunks; the transfer ends, with this reason, when those in work have ended."""
         staged = self._open.get(staged_id)
         if staged is not None:
             staged.error = staged.error or reason
@@ -130,7 +130,7 @@ class Stager:
         return True
 
     def poll(self) -> Sequence[StagedDone]:
-        """Move everything on that can be; what has ended since the last call, each once. May block for one copy."""
+        """Moves on whatever can move, and returns what has ended since the last call. May block for one copy."""
         for staged in self._open.values():
             for chunk in staged.chunks[:]:
                 if chunk.copying is not None and chunk.copying.done():
@@ -143,11 +143,11 @@ class Stager:
 
     @property
     def num_open(self) -> int:
-        """Transfers that have not ended."""
+        """The number of transfers that have not ended."""
         return len(self._open)
 
     def close(self) -> None:
-        """Before the transport's close, and before memory is let go. Waits for a copy that is under way."""
+        """Called before the transport's close, and before memory is freed. Waits for a copy that is under way."""
         if self._copier is not None:
             self._copier.shutdown(wait=True, cancel_futures=True)
         for staged in self._open.values():
@@ -157,7 +157,7 @@ class Stager:
         self._posted.clear()
 
     def _begin_chunk(self, staged: _Staged) -> None:
-        """One chunk at most: over shared memory a post is the copy, and the one before should be unpacked meanwhile."""
+        """Begins at most one chunk: a post may be the copy, and the chunk before should be unpacked meanwhile."""
         if staged.error is not None or staged.exhausted or len(staged.chunks) >= MAX_CHUNKS:
             return
         try:
@@ -172,7 +172,7 @@ class Stager:
             staged.next_plan = plan
             lease = self._pool.acquire(plan.num_bytes)
             if lease is None:
-                return  # others have it; they give it back in bounded time
+                return  # other transfers have the memory; they give it back in bounded time
             staged.next_plan = None
             self._begin(staged, plan, lease)
         except FerryError as error:
@@ -206,7 +206,7 @@ class Stager:
         else:
             copy = functools.partial(pack, chunk.plan.source, memory, staging)
         if self._num_copying > 1:
-            # The copier has enough to do: on a loaded machine it may not even run. This thread would only wait.
+            # The copier is busy, and on a loaded machine it may not even run: this thread would only wait for it.
             chunk.copying = _done_here(copy)
         else:
             if self._copier is None:
@@ -243,28 +243,28 @@ class Stager:
 
     def _has_ended(self, staged: _Staged) -> bool:
         if staged.chunks:
-            # The peer is told when the wire is done, not when our copies are.
+            # The peer gets its message when the wire is done, not when our copies are.
             if staged.exhausted and not self._on_the_wire(staged):
-                self._tell(staged)
+                self._announce(staged)
             return False
         if staged.error is None and not staged.exhausted:
             return False
-        self._tell(staged)
+        self._announce(staged)
         return True
 
     def _on_the_wire(self, staged: _Staged) -> bool:
         if staged.operation is Operation.WRITE:
-            return True  # packing chunks still have to go
+            return True  # chunks that are being packed still have to go
         return any(chunk.owner is staged for chunk in self._posted.values())
 
-    def _tell(self, staged: _Staged) -> None:
-        if staged.told or not staged.message or staged.error is not None:
+    def _announce(self, staged: _Staged) -> None:
+        if staged.announced or not staged.message or staged.error is not None:
             return
-        staged.told = True
+        staged.announced = True
         try:
             self._transport.send(staged.peer, staged.message)
         except FerryError as error:
-            # The bytes are here and valid; a peer that does not hear of it goes by its lease.
+            # The bytes are here and valid. If the peer does not learn of it, its lease ends.
             logger.warning("message after a transfer was lost peer=%s cause=%s", staged.peer, error)
 
 

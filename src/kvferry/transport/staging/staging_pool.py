@@ -1,7 +1,7 @@
 """A bounded pool of registered staging memory.
 
 The pool's region is registered with the transport beside the cache's regions, as the last one. The driver's thread
-takes leases from it and gives them back; when nothing is free, it waits for a lease to come back, or moves directly.
+takes leases from it and gives them back. When nothing is free, it waits for a lease to come back, or moves directly.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ class Lease:
 
 
 class StagingPool:
-    """`num_bytes` of memory, dealt out first fit. Used by one thread. Memory is allocated by `open`, and zeroed.
+    """`num_bytes` of memory, allotted first fit. Used by one thread. It is allocated, and zeroed, when first needed.
 
-    `device`: None for DRAM, else the number of a CUDA device, where the cache is. `buffer`: flat uint8 memory of that
-    length to use, where it is there already.
+    `device`: None for DRAM, else the number of the CUDA device that holds the cache. `buffer`: flat uint8 memory of
+    that length to use instead.
     """
 
     def __init__(self, num_bytes: int, *, device: int | None = None, buffer: torch.Tensor | None = None) -> None:
@@ -41,14 +41,14 @@ class StagingPool:
         self.device = device
         self._buffer = buffer
         self._free: list[tuple[int, int]] = [(0, self.num_bytes)]
-        """(offset, length), by offset, never adjacent."""
+        """Pairs (offset, length), by offset; never adjacent."""
         self._leases: dict[int, Lease] = {}
         self._serial = 0
         self.peak_bytes = 0
 
     @property
     def buffer(self) -> torch.Tensor:
-        """All of it, flat uint8; the owner to give to `Transport.register`. Allocated when it is first asked for."""
+        """All of the memory, flat uint8: the owner to give to `Transport.register`."""
         if self._buffer is None:
             where = "cpu" if self.device is None else f"cuda:{self.device}"
             self._buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=where)
@@ -56,22 +56,22 @@ class StagingPool:
 
     @property
     def region(self) -> Region:
-        """What to register."""
+        """The region to register."""
         kind = MemoryKind.DRAM if self.device is None else MemoryKind.VRAM
         return Region(self.buffer.data_ptr(), self.num_bytes, kind, self.device or 0)
 
     @property
     def leased_bytes(self) -> int:
-        """How much is dealt out now."""
+        """The number of bytes that are leased now."""
         return self.num_bytes - sum(length for _, length in self._free)
 
     @property
     def largest_free(self) -> int:
-        """The longest lease that could be had now."""
+        """The length of the longest lease that could be had now."""
         return max((length for _, length in self._free), default=0)
 
     def acquire(self, num_bytes: int) -> Lease | None:
-        """A lease of at least `num_bytes`, or None where there is no room now. Never blocks."""
+        """Returns a lease of at least `num_bytes`, or None if there is no room now. Never blocks."""
         if num_bytes <= 0:
             raise ConfigError(f"a lease of {num_bytes!r} bytes; at least 1 is needed")
         wanted = -(-num_bytes // _ALIGN) * _ALIGN
@@ -86,7 +86,7 @@ class StagingPool:
         return None
 
     def release(self, lease: Lease) -> None:
-        """Give it back; nothing may touch its memory any more. A second time does nothing."""
+        """Takes a lease back; nothing may touch its memory any more. A second time does nothing."""
         if self._leases.pop(lease._serial, None) is None:
             return
         begin = lease.offset
@@ -102,12 +102,12 @@ class StagingPool:
         self._free = sorted([*kept, (begin, end - begin)])
 
     def slice(self, lease: Lease) -> torch.Tensor:
-        """The memory of a lease, flat uint8."""
+        """Returns the memory of a lease, flat uint8."""
         return self.buffer[lease.offset : lease.offset + lease.num_bytes]
 
     @contextmanager
     def leased(self, num_bytes: int) -> Iterator[Lease | None]:
-        """A lease for the length of a `with` block."""
+        """Holds a lease for the length of a `with` block."""
         lease = self.acquire(num_bytes)
         try:
             yield lease
@@ -116,7 +116,7 @@ class StagingPool:
                 self.release(lease)
 
     def close(self) -> None:
-        """Let go of the memory. After the transport's close."""
+        """Frees the memory. Called after the transport's close."""
         self._buffer = None
         self._leases.clear()
         self._free = [(0, self.num_bytes)]
