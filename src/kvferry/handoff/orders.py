@@ -48,7 +48,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Prefill: the request ended early (abort, failure). The peer gets a message; the blocks come back by `released`."""
+    """Prefill: the request ended early (abort, failure). The peer gets a message; blocks come back by `released`."""
 
     transfer: TransferId
     reason: str

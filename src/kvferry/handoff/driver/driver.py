@@ -21,7 +21,7 @@ from kvferry.handoff.driver.links import Link
 from kvferry.handoff.driver.liveness import GONE_AFTER_S, Liveness
 from kvferry.handoff.driver.mover import DirectMover, Mover
 from kvferry.handoff.driver.own import Callbacks, OwnCache, OwnEngine
-from kvferry.handoff.driver.peers import Peers
+from kvferry.handoff.driver.peer_engines import PeerEngines
 from kvferry.handoff.driver.poll_interval import longest_wait_s, look_every_s
 from kvferry.handoff.driver.queries import LinkQueries
 from kvferry.handoff.orders import PeerAccepted, PeerGone, StepOrders, StepReport, merged
@@ -67,7 +67,7 @@ class Driver:
         self._mover = mover or DirectMover(transport)
         self._callbacks = callbacks or Callbacks()
         self._inbox = Inbox()
-        self._peers = Peers(own, cache.layout, transport.name)
+        self._peers = PeerEngines(own, cache.layout, transport.name)
         self._connections = Connections(transport, self._clock)
         self._protocol = self._make_protocol(settings)
         self._carrier = Carrier(self._protocol, transport, self._connections, self._inbox, self._mover, self._clock)
@@ -212,6 +212,10 @@ class Driver:
         polled = self._transport.poll()
         # A grantor counts from when it received: not from before a poll that may have taken long.
         now_s = self._clock.now_s()
+        if self._draining and not self._orders:
+            self._protocol.prefill.drain(
+                now_s
+            )  # what is claimed after `drain` is refused, unless an offer is on its way
         for received in polled.messages:
             self._receive(received, now_s)
         for completion in polled.completions:

@@ -1,8 +1,8 @@
 """Predicts how long a transfer takes, direct or staged, from what was measured once on this machine.
 
-A transfer costs a time per run, by the run's length; a copy costs a time per piece. Between measured lengths the figures
-are interpolated, on logarithmic axes. `kvferry bench calibrate` measures. Without it the defaults below hold, measured
-with NIXL over shared memory on two cores: the ratios matter, not the speeds.
+A transfer costs a time per run, by the run's length; a copy costs a time per piece. Between measured lengths they are
+interpolated, on logarithmic axes. `kvferry bench calibrate` measures. Without it the defaults below hold, measured with
+NIXL over shared memory on two cores: the ratios matter, not the speeds.
 """
 
 import json

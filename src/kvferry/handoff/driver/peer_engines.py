@@ -14,7 +14,7 @@ from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.layout.description import CacheLayout
 from kvferry.wire.hello import decode_hello
 
-__all__ = ["PeerEngine", "Peers"]
+__all__ = ["PeerEngine", "PeerEngines"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class PeerEngine:
         return self.accepted.incarnation
 
 
-class Peers:
+class PeerEngines:
     """One per driver. `transport` is the name of ours: peers must use the same."""
 
     def __init__(self, own: OwnEngine, layout: CacheLayout, transport: str) -> None:
