@@ -2,16 +2,16 @@
 
 import pytest
 
-from kvferry.cli.support.handoff_diagrams import PAGE, diagrams_page, with_diagrams
+from kvferry.cli.support.reference_pages import HANDOFF_PAGE, handoff_page, with_diagrams
 from tests.harness.repository import DOCS
 
 
 def test_the_committed_page_has_the_diagrams_of_the_tables() -> None:
-    assert (DOCS / PAGE).read_text() == diagrams_page(), "out of date: make docs"
+    assert (DOCS / HANDOFF_PAGE).read_text() == handoff_page(), "out of date: make docs"
 
 
 def test_diagrams_that_are_out_of_date_are_made_anew() -> None:
-    page = diagrams_page()
+    page = handoff_page()
     stale = page.replace("    [*] --> ", "    [*] --> nowhere, once ")
     assert stale != page
     assert with_diagrams(stale) == page

@@ -1,12 +1,14 @@
 """The reference pages that are made from code: `make docs` writes them.
 
-compatibility.md from the table of facts, settings.md from the settings classes. A test holds the committed pages to it.
+compatibility.md from the table of facts, settings.md from the settings classes, and the state diagrams of
+life-of-a-handoff.md from the tables of legal moves. A test holds the committed pages to it.
 """
 
 import argparse
 import ast
 import dataclasses
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -14,15 +16,25 @@ from pathlib import Path
 
 from kvferry import settings
 from kvferry.cli.main import ExitCode
-from kvferry.cli.support import handoff_diagrams
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
+from kvferry.handoff.transitions import TABLES
 from kvferry.handshake.fact import FactKind, FactSpec
 from kvferry.handshake.table import FACTS
 from kvferry.router.settings import RouterSettings
 from kvferry.wire.versions import HISTORY
 
-__all__ = ["PAGES", "SETTINGS", "compatibility_page", "field_texts", "main", "settings_page"]
+__all__ = [
+    "HANDOFF_PAGE",
+    "PAGES",
+    "SETTINGS",
+    "compatibility_page",
+    "field_texts",
+    "handoff_page",
+    "main",
+    "settings_page",
+    "with_diagrams",
+]
 
 SETTINGS: tuple[tuple[str, type], ...] = (
     ("", settings.FerrySettings),
@@ -161,10 +173,36 @@ def _default(field: "dataclasses.Field[object]") -> str:
     return "(its own section)"
 
 
+HANDOFF_PAGE = "explanation/life-of-a-handoff.md"
+_DOCS = Path(__file__).parents[4] / "docs"
+_BEGIN, _END = "<!-- Made by `make docs` from kvferry.handoff.transitions: {name}. -->", "<!-- End of {name}. -->"
+
+
+def with_diagrams(text: str) -> str:
+    """Returns the page with each diagram in its marked region. Raises ValueError if a region is missing."""
+    for table in TABLES:
+        begin, end = (mark.format(name=table.name) for mark in (_BEGIN, _END))
+        region = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        made = f"{begin}\n```mermaid\n{table.diagram()}\n```\n{end}"
+        text, count = region.subn(_always(made), text)
+        if count != 1:
+            raise ValueError(f"{HANDOFF_PAGE} has {count} regions {begin!r} ... {end!r}; it needs one")
+    return text
+
+
+def _always(made: str) -> Callable[[re.Match[str]], str]:
+    return lambda _: made
+
+
+def handoff_page() -> str:
+    """Returns docs/explanation/life-of-a-handoff.md, as it is but for its diagrams."""
+    return with_diagrams((_DOCS / HANDOFF_PAGE).read_text())
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compatibility.md": compatibility_page,
     "reference/settings.md": settings_page,
-    handoff_diagrams.PAGE: handoff_diagrams.diagrams_page,
+    HANDOFF_PAGE: handoff_page,
 }
 """Page beneath docs/, and what makes it."""
 

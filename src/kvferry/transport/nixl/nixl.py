@@ -44,6 +44,8 @@ MAX_METADATA_BYTES = 4 << 20
 _SEAL = b"kvferry-nixl-1:"
 _IN_FLIGHT_S = 0.0001
 """A transfer of ours is on the wire, and only a look shows that it has ended."""
+_LOOK_ANYWAY_S = 0.05
+"""A ring may be lost, or come long before its message."""
 _EXPECTING_S = 0.0002
 """A peer has rung, and what it sent is on its way."""
 
@@ -239,8 +241,9 @@ class NixlTransport:
             timeout_s = min(timeout_s, _IN_FLIGHT_S)
         elif self._bell.expecting():
             timeout_s = min(timeout_s, _EXPECTING_S)
-        elif not self._bell.all_ring(self._peers):
-            timeout_s = min(timeout_s, look_every_s)
+        else:
+            all_ring = self._bell.all_ring(self._peers)
+            timeout_s = min(timeout_s, _LOOK_ANYWAY_S if all_ring else look_every_s)
         self._bell.wait(timeout_s)
 
     def wake(self) -> None:
