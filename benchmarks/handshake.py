@@ -1,10 +1,10 @@
-"""python -m benchmarks.handshake: what it costs one engine to meet 1, 10, 100, 1,000 others.
+"""`python -m benchmarks.handshake`: what it costs one engine to shake hands with 1, 10, 100 and 1,000 others.
 
-Simulated peers: each is a whole other side (facts, payload with the layout of a rank of 32 layers, its own verdict and
-pairing) in this process. `ms_per_pair` is both sides' work for one pair, without a socket, and `cpu_ms_per_pair` what
-the processor had to do with it; `side_channel_ms_per_pair` is a question and its answer over the side channel on
-loopback, many under way at once. `bytes_per_peer` is what the engine keeps of each once the
-payload was handed on: everything beyond its layout.
+The peers are simulated: each is a whole other side in this process (facts, a payload with the layout of a rank of 32
+layers, its own verdict and pairing). `ms_per_pair` is the work of both sides for one pair, without a socket, and
+`cpu_ms_per_pair` is its processor time. `side_channel_ms_per_pair` is a question and its answer over the side channel
+on loopback, with many under way at once. `bytes_per_peer` is what the engine keeps of each peer after its payload was
+handed on: everything but its layout.
 """
 
 import argparse
@@ -52,32 +52,34 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How many peers."""
+    """Adds the flags."""
     parser.add_argument("--peers", type=_numbers, default="1,10,100,1000", metavar="N,...",
-                        help="numbers of peers, one line each")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one object a number of peers; the environment last")
+                        help="numbers of peers, one line each (default: 1,10,100,1000)")  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true", help="print one object per number of peers, then the environment"
+    )
 
 
 def _numbers(text: str) -> list[int]:
     numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 1 on, as in 1,10,100")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers of 1 or more, such as 1,10,100")
     return numbers
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Measure and print."""
+    """Measures and prints."""
     logging.getLogger("kvferry").setLevel(logging.ERROR)
     for num_peers in args.peers:
         row = _measure(num_peers)
         if args.json:
-            told = {name: getattr(row, name) for name in Row.__slots__}
-            print(json.dumps({"bench": "handshake", **told}), flush=True)
+            fields = {name: getattr(row, name) for name in Row.__slots__}
+            print(json.dumps({"bench": "handshake", **fields}), flush=True)
         else:
             print(
-                f"{row.peers:5d} peers: {row.ms_per_pair:7.3f} ms a pair ({row.cpu_ms_per_pair:.3f} of CPU), "
-                f"{row.side_channel_ms_per_pair:7.3f} ms over the side channel, {row.bytes_per_peer:6.0f} bytes kept a "
-                f"peer (its message: {row.message_bytes})",
+                f"{row.peers:5d} peers: {row.ms_per_pair:7.3f} ms per pair ({row.cpu_ms_per_pair:.3f} of CPU), "
+                f"{row.side_channel_ms_per_pair:7.3f} ms over the side channel, {row.bytes_per_peer:6.0f} bytes kept "
+                f"per peer (its message: {row.message_bytes})",
                 flush=True,
             )
     if args.json:
@@ -88,9 +90,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 def _measure(num_peers: int) -> Row:
     local = _side("decode", Role.DECODE)
     peers = [_side(f"prefill-{index}", Role.PREFILL) for index in range(num_peers)]
-    _meet(Handshaker(local, max_peers=num_peers), peers[:1])  # what is made once
+    _shake_hands(Handshaker(local, max_peers=num_peers), peers[:1])  # to warm up
     begin_s, cpu_begin_s = time.perf_counter(), time.process_time()
-    _meet(Handshaker(local, max_peers=num_peers), peers)
+    _shake_hands(Handshaker(local, max_peers=num_peers), peers)
     ms_per_pair = 1000 * (time.perf_counter() - begin_s) / num_peers
     cpu_ms_per_pair = 1000 * (time.process_time() - cpu_begin_s) / num_peers
     return Row(
@@ -103,8 +105,8 @@ def _measure(num_peers: int) -> Row:
     )
 
 
-def _meet(handshaker: Handshaker, peers: list[LocalSide]) -> None:
-    """The handshaker asks every peer, and every peer answers from a handshaker of its own."""
+def _shake_hands(handshaker: Handshaker, peers: list[LocalSide]) -> None:
+    """Asks every peer, and has every peer answer from a handshaker of its own."""
     handshakers = {peer.engine: Handshaker(peer) for peer in peers}
     for peer in peers:
         handshaker.want(peer.engine, None, "127.0.0.1", 1, 0.0)
@@ -116,7 +118,7 @@ def _meet(handshaker: Handshaker, peers: list[LocalSide]) -> None:
 
 
 def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
-    """Bytes that a handshaker holds for each peer when its payloads were handed on."""
+    """Returns the bytes that a handshaker keeps for each peer after its payloads were handed on."""
     questions = [ask(peer) for peer in peers]
     handshaker = Handshaker(local, max_peers=len(peers))
     gc.collect()
@@ -133,7 +135,7 @@ def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
 
 
 def _over_side_channel(local: LocalSide, peers: list[LocalSide]) -> float:
-    """All peers ask one listener, many at a time."""
+    """Returns the milliseconds per question when all peers ask one listener, many at a time."""
     handshaker = Handshaker(local, max_peers=len(peers))
     settings = SideChannelSettings(max_handshakes_per_s=1e9, timeout_s=120.0)
     server = SideChannelServer(settings, lambda body, address: handshaker.answer(body, address, 0.0))
@@ -200,4 +202,4 @@ def _side(name: str, role: Role) -> LocalSide:
 
 
 if __name__ == "__main__":
-    sys.exit(main("handshake", add_arguments, run))
+    sys.exit(main("handshake", add_arguments, run, description=__doc__))

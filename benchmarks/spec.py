@@ -1,7 +1,7 @@
-"""python -m benchmarks.spec: what speculation is worth alone, under prefill/decode, and there without the back-off.
+"""`python -m benchmarks.spec`: what speculation gains alone, under prefill/decode, and there without the back-off.
 
-The table of the published repair (shared rule R35): with the back-off, acceptance at every position is that of one
-engine alone; without it nearly all drafts are rejected, and the text is right all the same. Answers of the three
+It makes the table of the published repair (rule R35): with the back-off, acceptance at every position is that of one
+engine alone; without it nearly all drafts are rejected, and the text is right all the same. The answers of the three
 servings are compared, token by token, with those without speculation.
 """
 
@@ -28,39 +28,78 @@ __all__ = ["QUICK_ARGS", "SERVINGS", "add_arguments", "measure", "run"]
 QUICK_ARGS = ("--requests", "6", "--new-tokens", "48")
 SERVINGS = ("standalone", "pd", "pd_unsafe")
 UNSAFE = (
-    "pd_unsafe: UNSAFE, and only here: the whole prompt is handed over with unverified drafts in the drafter's cache, "
-    "and decode's drafter loses its place in the text by the back-off. A model of the published fault: see "
+    "pd_unsafe is UNSAFE, and exists only here: the whole prompt is handed over with unverified drafts in the "
+    "drafter's cache, so decode's drafter is ahead of the text by the back-off. It models the published fault: see "
     "docs/explanation/speculation.md"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What drafts, and for what."""
-    parser.add_argument("--model", default="byte-mtp", help="as for `kvferry serve` (default byte-mtp, with 3 modules)")
-    parser.add_argument("--method", nargs="+", default=["mtp"], help="ngram, suffix, draft_model, eagle3, mtp")
-    parser.add_argument("--draft", metavar="MODEL", help="the drafter's model: for draft_model and eagle3")
-    parser.add_argument("--num-tokens", type=int, default=3, metavar="K", help="drafts a step (default 3)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the answers (default 0: greedy)")
+    """Adds the flags."""
+    parser.add_argument(
+        "--model",
+        default="byte-mtp",
+        metavar="MODEL",
+        help="model, as for `kvferry serve` (default: byte-mtp, with 3 modules)",
+    )
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        default=["mtp"],
+        metavar="METHOD",
+        help="ngram, suffix, draft_model, eagle3 or mtp (default: mtp)",
+    )
+    parser.add_argument(
+        "--draft", metavar="MODEL", help="model of the drafter, for draft_model and eagle3 (default: none)"
+    )
+    parser.add_argument("--num-tokens", type=int, default=3, metavar="K", help="drafts per step (default: 3)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="temperature of the answers (default: 0, greedy)"
+    )
     parser.add_argument(
         "--draft-sample-method",
         default="greedy",
-        help="greedy (default), or probabilistic: with a temperature, drafts are drawn and not the likeliest tokens",
+        metavar="HOW",
+        help="greedy: drafts are the likeliest tokens; probabilistic: they are sampled (default: greedy)",
     )
-    parser.add_argument("--serving", nargs="+", choices=SERVINGS, default=list(SERVINGS), help="default: all three")
-    parser.add_argument("--requests", type=int, default=16, help="served at once (default 16)")
-    parser.add_argument("--prompt-tokens", type=int, default=96, help="of the shortest prompt (default 96)")
-    parser.add_argument("--new-tokens", type=int, default=96, help="tokens an answer (default 96)")
-    parser.add_argument("--mode", type=TransferMode, default=TransferMode.PULL, choices=list(TransferMode))
-    parser.add_argument("--transport", default="memory", help="between the two engines (default memory)")
-    parser.add_argument("--dtype", default="float32", help="float32 (default): the same tokens, whatever the batch")
-    parser.add_argument("--threads", type=int, default=1, help="of each engine (default 1)")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument(
+        "--serving",
+        nargs="+",
+        choices=SERVINGS,
+        default=list(SERVINGS),
+        help="servings to measure (default: all three)",
+    )
+    parser.add_argument("--requests", type=int, default=16, metavar="N", help="requests served at once (default: 16)")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=96, metavar="TOKENS", help="length of the shortest prompt (default: 96)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=96, metavar="TOKENS", help="length of an answer (default: 96)"
+    )
+    parser.add_argument(
+        "--mode",
+        type=TransferMode,
+        default=TransferMode.PULL,
+        choices=list(TransferMode),
+        help="how KV crosses (default: pull)",
+    )
+    parser.add_argument(
+        "--transport", default="memory", metavar="NAME", help="transport between the two engines (default: memory)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        metavar="DTYPE",
+        help="dtype (default: float32, which gives the same tokens in any batch)",
+    )
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of each engine (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one object per line")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Measure each method in each serving. 1 if an answer differs from that without speculation."""
+    """Measures each method in each serving. Fails if an answer differs from the one without speculation."""
     if args.requests < 1 or args.new_tokens < 2 or args.prompt_tokens < 1:
-        raise ConfigError("--new-tokens must be 2 or more, --requests and --prompt-tokens 1 or more")
+        raise ConfigError("--new-tokens must be 2 or more; --requests and --prompt-tokens must be 1 or more")
     if not args.json:
         print(f"{'serving':12}{'method':13}{'rate':>7}{'length':>8}{'tok/s':>8}{'ms/token':>10}  by position")
     right = True
@@ -71,16 +110,18 @@ def run(args: argparse.Namespace) -> ExitCode:
                 print(UNSAFE, file=sys.stderr, flush=True)
             result, tokens = measure(args, method, serving)
             expected = expected or _plain(args)
-            # Drafts that are sampled change the tokens but not their distribution: test_rejection.py shows it.
+            # Sampled drafts change the tokens but not their distribution, which test_rejection.py shows.
             right &= tokens == expected or (args.temperature > 0 and args.draft_sample_method == "probabilistic")
             _show(result, as_json=args.json)
     if not right:
-        raise FerryError("an answer differs from the one without speculation: this is a fault of kvferry. Report it.")
+        raise FerryError(
+            "an answer differs from the one without speculation: this is a fault of kvferry. Please report it."
+        )
     return ExitCode.OK
 
 
 def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[str, Any], list[list[int]]]:
-    """One line of the table, and the answers."""
+    """Returns one line of the table, and the answers."""
     from kvferry.engines.mini.speculation_settings import SpeculationSettings
     from tests.harness.serving import Alone, Pair, Serving
 
@@ -98,7 +139,7 @@ def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[s
     else:
         engine = Pair(settings, settings, mode=args.mode, transport=args.transport)
     try:
-        # What is done once is done before. The prompt is another one: nothing of it is in the prefix cache.
+        # To warm up, with another prompt, so that nothing of the measured ones is in the prefix cache.
         engine.serve([replace(_requests(args, "w")[0], prompt_token_ids=tuple(range(8, 40)))])
         before, start_s = engine.engine.stats().acceptance, time.perf_counter()
         served: Sequence[Served] = engine.serve(_requests(args, "r"))
@@ -122,7 +163,7 @@ def measure(args: argparse.Namespace, method: str, serving: str) -> tuple[dict[s
 
 
 def _plain(args: argparse.Namespace) -> list[list[int]]:
-    """The answers without speculation; what they cost goes to stderr."""
+    """Returns the answers without speculation; writes their speed to stderr."""
     from tests.harness.serving import Alone
 
     engine = Alone(_engine(args))
@@ -138,7 +179,7 @@ def _plain(args: argparse.Namespace) -> list[list[int]]:
 
 
 def _speed(served: "Sequence[Served]", took_s: float) -> tuple[float, float]:
-    """Tokens a second of all together, and milliseconds from token to token of one."""
+    """Returns the tokens per second of all requests together, and the milliseconds per token of one."""
     gaps = [(one.times_s[-1] - one.times_s[0]) / (len(one.tokens) - 1) for one in served]
     return round(sum(len(one.tokens) for one in served) / took_s, 1), round(1e3 * sum(gaps) / len(gaps), 3)
 
@@ -152,7 +193,7 @@ def _engine(args: argparse.Namespace) -> Any:
 
 
 def _requests(args: argparse.Namespace, name: str) -> list[Any]:
-    """Of growing length: pieces of the standard library, as the model's tokens."""
+    """Returns requests of growing length: pieces of the standard library, as tokens of the model."""
     from kvferry.engines.mini.api import GenerateRequest, SamplingParams
     from kvferry.engines.mini.models.catalog import model_directory
     from kvferry.engines.mini.models.tokenizer import Tokenizer
@@ -184,4 +225,4 @@ def _show(result: dict[str, Any], *, as_json: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("spec", add_arguments, run))
+    sys.exit(main("spec", add_arguments, run, description=__doc__))

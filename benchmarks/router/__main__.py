@@ -1,21 +1,21 @@
-"""python -m benchmarks.router: what a router costs, beside others, in front of the same scripted workers.
+"""`python -m benchmarks.router`: what a router costs, compared with others in front of the same scripted workers.
 
-One process of scripted workers, one client (this process), one router at a time on a core of its own; each client
-request is a whole dispatch: prefill, then decode (or both at once in push mode), and the workers' counters are checked
-for it. All routers are measured in turn, `--rounds` times; medians are printed. On a shared machine only ratios mean
-anything: each line has them beside `plain`, a pass-through of a few lines of aiohttp.
+There is one process of scripted workers, one client (this process), and one router at a time on a core of its own. Each
+client request is a whole dispatch: prefill, then decode (or both at once in push mode); the counters of the workers are
+checked for that. All routers are measured in turn, `--rounds` times, and medians are printed. On a shared machine only
+ratios mean anything: each line has those to `plain`, a pass-through of a few lines of aiohttp.
 
-- rps        requests a second on one core: requests by the router's processor time, with --clients clients that send
+- rps        requests per second of one core: requests by the router's processor time, with --clients clients that send
              one request after the other
-- alone_p50_ms, added latency of one request at a time, within turns of all routers: see bench_router_alone
+- alone_p50_ms, added latency of one request at a time, within turns of all routers: see benchmarks/router/alone.py
   alone_p99_ms
 - p50_ms,    added latency at half the rate that the router reached: the percentile of its answers, less that of a
   p99_ms     client that asks prefill and decode itself, in between; on few cores mostly queues of client and workers
-- chunks_s   events a second on one core, by the router's processor time, with --streams streams of --chunks events that
-             come in steps of --step-ms
-- ttft_ms    time to the first event, one request at a time, where prefill takes --prefill-ms and decode's registration
+- chunks_s   events per second of one core, by the router's processor time, with --streams streams of --chunks events
+             that come in steps of --step-ms
+- ttft_ms    time to the first event, one request at a time, if prefill takes --prefill-ms and decode's registration
              --registration-ms
-- cpu_us     the router's processor time a request, as in rps
+- cpu_us     the router's processor time per request, as in rps
 """
 
 import argparse
@@ -49,13 +49,13 @@ _NUM_PROMPT_CHARS = 2048
 _NUM_TTFT = 15
 _HOST = "127.0.0.1"
 _DIRECT_SHARE = 0.2
-"""Of the rate of requests through the router."""
+"""The share of direct requests in the rate of requests through the router."""
 _NUMBERS = ("rps", "alone_p50_ms", "alone_p99_ms", "p50_ms", "p99_ms", "chunks_s", "ttft_ms", "cpu_us", "wall_rps")
 
 
 @dataclass(slots=True)
 class Samples:
-    """What the rounds of one router gave."""
+    """The results of all rounds of one router."""
 
     router: str
     mode: str
@@ -63,35 +63,45 @@ class Samples:
     alone: Added = field(default_factory=Added)
 
     def median(self, name: str) -> float:
-        """Over the rounds; of all turns, for what was measured in turns."""
+        """Returns the median over the rounds, or over all turns for what was measured in turns."""
         if name.startswith("alone_"):
             return float(getattr(self.alone, name.removeprefix("alone_")))
         return statistics.median(self.rounds[name])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, and for how long."""
+    """Adds the flags."""
     names = sorted({router.name for router in ROUTERS})
     parser.add_argument("--routers", type=lambda text: text.split(","), metavar="NAME,...", default=names,
-                        help=f"which: {', '.join(names)} (default: all)")  # fmt: skip
+                        help=f"routers to measure: {', '.join(names)} (default: all)")  # fmt: skip
     parser.add_argument("--rivals", type=Path, default=Path("out/rivals"), metavar="DIR",
-                        help="where the other projects' routers are installed, once (default: out/rivals)")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each router (default: 5)")
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="of load a turn (default: 2)")
+                        help="folder for the routers of other projects (default: out/rivals)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds over all routers (default: 5)")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="SECONDS", help="load per round (default: 2)")
     parser.add_argument("--turns", type=int, default=100, metavar="N",
-                        help="a round, of one request through each router (default: 100)")  # fmt: skip
-    parser.add_argument("--clients", type=int, default=32, metavar="N", help="that send at once (default: 32)")
-    parser.add_argument("--streams", type=int, default=256, metavar="N", help="open at once (default: 256)")
-    parser.add_argument("--chunks", type=int, default=64, metavar="N", help="events of a stream (default: 64)")
+                        help="turns per round, of one request through each router (default: 100)")  # fmt: skip
+    parser.add_argument("--clients", type=int, default=32, metavar="N", help="clients that send at once (default: 32)")
+    parser.add_argument(
+        "--streams", type=int, default=256, metavar="N", help="streams that are open at once (default: 256)"
+    )
+    parser.add_argument("--chunks", type=int, default=64, metavar="N", help="events per stream (default: 64)")
     parser.add_argument("--step-ms", type=float, default=25.0, metavar="MS",
-                        help="between events of a stream (default: 25)")  # fmt: skip
-    parser.add_argument("--prefill-ms", type=float, default=50.0, metavar="MS", help="for ttft_ms (default: 50)")
-    parser.add_argument("--registration-ms", type=float, default=20.0, metavar="MS", help="for ttft_ms (default: 20)")
-    parser.add_argument("--json", action="store_true", help="one object a router; the environment last")
+                        help="milliseconds between the events of a stream (default: 25)")  # fmt: skip
+    parser.add_argument(
+        "--prefill-ms", type=float, default=50.0, metavar="MS", help="time of prefill, for ttft_ms (default: 50)"
+    )
+    parser.add_argument(
+        "--registration-ms",
+        type=float,
+        default=20.0,
+        metavar="MS",
+        help="time of decode's registration, for ttft_ms (default: 20)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one object per router, then the environment")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Measure and print."""
+    """Measures and prints."""
     chosen = [router for router in ROUTERS if router.name in args.routers]
     unknown = set(args.routers) - {router.name for router in ROUTERS}
     if (
@@ -114,13 +124,13 @@ def run(args: argparse.Namespace) -> ExitCode:
         routers = [stack.enter_context(running(router, args.rivals.absolute(), ports)) for router in chosen]
         stack.enter_context(_sharing_cores(fleet_pid, [router.pid for router in routers]))
         samples = asyncio.run(_measure_all(args, routers, ports))
-    _tell(args, samples)
+    _report(args, samples)
     return ExitCode.OK
 
 
 @contextlib.contextmanager
 def _sharing_cores(fleet: int, routers: list[int]) -> Iterator[None]:
-    """Routers on one core, client and workers on another. With a single core there is nothing to share out."""
+    """Puts routers on one core, and client and workers on another. With a single core it does nothing."""
     ours = os.sched_getaffinity(0)
     cores = sorted(ours)
     if len(cores) > 1:
@@ -147,7 +157,7 @@ async def _measure_all(args: argparse.Namespace, routers: list[Running], ports: 
 
 
 async def _alone(args: argparse.Namespace, every: list["_Turn"], samples: list[Samples]) -> None:
-    """One request at a time, in turns of all routers."""
+    """Measures one request at a time, in turns of all routers."""
     for turn in every:
         await turn.ready()
     ways = {turn.mode: turn.way_past() for turn in every}
@@ -159,7 +169,7 @@ async def _alone(args: argparse.Namespace, every: list["_Turn"], samples: list[S
 
 
 class _Turn:
-    """One router, measured once."""
+    """One measurement of one router."""
 
     def __init__(self, args: argparse.Namespace, running: Running, ports: dict[str, int]) -> None:
         self._args = args
@@ -172,11 +182,11 @@ class _Turn:
 
     @property
     def mode(self) -> str:
-        """Of the fleet behind it."""
+        """The transfer mode of its fleet."""
         return self._mode
 
     async def ready(self) -> None:
-        """The workers answer at once, and the router serves."""
+        """Makes the workers answer at once, and waits until the router serves."""
         await self._script(Script())
         await self._wait_well()
 
@@ -185,7 +195,7 @@ class _Turn:
         return Way(self._name, [(self._target, self._request())])
 
     def way_past(self) -> Way:
-        """What the router does for it, done by the client."""
+        """The work of the router, done by the client."""
         ask = (self._prefill, self._request(self._prefill, {"do_remote_decode": True, "transfer_id": "past"}))
         params: dict[str, object] = {"remote_block_ids": [[*range(32)]]}
         if self._mode == "push":
@@ -194,7 +204,7 @@ class _Turn:
         return Way("the workers", [ask, take], at_once=self._mode == "push")
 
     async def measure(self) -> dict[str, float]:
-        """Every number."""
+        """Measures every number."""
         await self.ready()
         rps, wall_rps = await self._throughput()
         p50_ms, p99_ms = await self._added(wall_rps / 2)
@@ -220,22 +230,22 @@ class _Turn:
         return len(replies) / max(router_s, 0.01), len(replies) / wall_s
 
     def _check(self, statuses: list[int], before: Counters, after: Counters) -> None:
-        """Every request was answered, and went to prefill and to decode, with the parameters of a hand-off."""
+        """Checks that every request was answered, and reached prefill and decode with the parameters of a hand-off."""
         decoded = "push" if self._mode == "push" else "pull"
         by_workers = (after.prefill - before.prefill, getattr(after, decoded) - getattr(before, decoded))
         if set(statuses) != {200} or by_workers != (len(statuses), len(statuses)):
             raise FerryError(
                 f"{self._name} ({self._mode}): {len(statuses)} requests were answered with {sorted(set(statuses))}, "
-                f"and prefill saw {by_workers[0]} and decode {by_workers[1]} with a hand-off: it does not do the work "
-                "that is measured. Leave it out with --routers"
+                f"but prefill got {by_workers[0]} and decode {by_workers[1]} with a hand-off: it does not do the "
+                "work that is measured. Leave it out with --routers"
             )
 
     async def _added(self, rate: float) -> tuple[float, float]:
-        """Beside each other, so that whatever else the machine does falls on both."""
+        """Measures both at once, so that other load on the machine affects both."""
         ask = self._request(self._prefill, {"do_remote_decode": True})
         take = self._request(self._decode, {"remote_block_ids": [[*range(32)]]})
         targets, requests = [self._prefill, self._decode], [ask, take]
-        if self._mode == "push":  # both at once: not slower than decode alone, which is what is compared with
+        if self._mode == "push":  # both at once: not slower than decode alone, with which it is compared
             targets, requests = targets[1:], requests[1:]
         through, direct = await asyncio.gather(
             open_loop([self._target], [self._request()], rate, self._args.seconds),
@@ -257,7 +267,7 @@ class _Turn:
         broken = [reply for reply in replies if b"data: [DONE]" not in reply.body]
         if broken:
             raise FerryError(
-                f"{self._name}: {len(broken)} of {args.streams} streams were not whole, the first with status "
+                f"{self._name}: {len(broken)} of {args.streams} streams were incomplete, the first with status "
                 f"{broken[0].status}, {broken[0].body[-200:]!r}. Leave it out with --routers"
             )
         num_chunks: int = args.streams * args.chunks
@@ -295,7 +305,7 @@ class _Turn:
         return msgspec.json.decode(reply.body, type=Counters)
 
     async def _wait_well(self) -> None:
-        """Until the router serves whole hand-offs: some ask their workers only after they listen."""
+        """Waits until the router serves whole hand-offs: some ask their workers only after they listen."""
         status = 0
         for _ in range(200):
             before = await self._counters()
@@ -306,10 +316,10 @@ class _Turn:
             if status == 200 and after.prefill > before.prefill and after.alone == before.alone:
                 return
             await asyncio.sleep(0.1)
-        raise FerryError(f"{self._name} ({self._mode}) does not serve: status {status}. Leave it out with --routers")
+        raise FerryError(f"{self._name} ({self._mode}) does not serve (status {status}). Leave it out with --routers")
 
 
-def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
+def _report(args: argparse.Namespace, samples: list[Samples]) -> None:
     plain = next((one for one in samples if one.router == "plain"), None)
     for one in samples:
         numbers = {name: round(one.median(name), 3) for name in _NUMBERS}
@@ -322,14 +332,15 @@ def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
         if args.json:
             print(json.dumps({"router": one.router, "mode": one.mode, **numbers, **ratios}), flush=True)
         else:
-            beside = (
+            ratio_text = (
                 f"  x{ratios['rps_of_plain']:.2f} and x{ratios['chunks_s_of_plain']:.2f} of plain" if ratios else ""
             )
             print(
-                f"{one.router:12} {one.mode:5} {numbers['rps']:8.0f} requests/s a core ({numbers['cpu_us']:6.0f} us), "
+                f"{one.router:12} {one.mode:5} {numbers['rps']:8.0f} requests/s per core "
+                f"({numbers['cpu_us']:6.0f} us), "
                 f"alone +{numbers['alone_p50_ms']:.2f} ms p50, +{numbers['alone_p99_ms']:.2f} ms p99, "
                 f"at half +{numbers['p50_ms']:.2f} ms p50, +{numbers['p99_ms']:.2f} ms p99, "
-                f"{numbers['chunks_s']:8.0f} chunks/s a core, first token {numbers['ttft_ms']:6.1f} ms{beside}",
+                f"{numbers['chunks_s']:8.0f} chunks/s per core, first token {numbers['ttft_ms']:6.1f} ms{ratio_text}",
                 flush=True,
             )
     if args.json:
@@ -337,4 +348,4 @@ def _tell(args: argparse.Namespace, samples: list[Samples]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("router", add_arguments, run))
+    sys.exit(main("router", add_arguments, run, description=__doc__))

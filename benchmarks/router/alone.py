@@ -1,9 +1,9 @@
-"""One request at a time through each router in turn, and past all of them: what a router adds where nothing queues.
+"""One request at a time through each router in turn, and past all of them: what a router adds when nothing queues.
 
-At half of a router's rate client and scripted workers share a core with themselves, and their queues hide what a router
-adds. Here one request is open at a time, in the whole benchmark: a *turn* sends one past the routers (the client asks
-prefill and decode itself) and one through each of them, in an order that goes round, with a pause before each. What a
-router adds is the difference within a turn, so whatever else the machine does falls on both; medians of many turns.
+At half of a router's rate, the client and the scripted workers share a core, and their queues hide what the router
+adds. Here only one request is open at a time: a *turn* sends one past the routers (the client asks prefill and decode
+itself) and one through each router, in a rotating order, with a pause before each. What a router adds is the difference
+within a turn, so other load on the machine affects both; the results are medians of many turns.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _WARM_TURNS = 20
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Requests to these targets: one after the other, or at once (push, past the router)."""
+    """Requests to some targets: one after the other, or at once (push, past the router)."""
 
     name: str
     steps: Sequence[tuple[Target, bytes]]
@@ -31,14 +31,14 @@ class Way:
 
 @dataclass(slots=True)
 class Added:
-    """Seconds of the same turns, through a router and past it."""
+    """The seconds of the same turns, through a router and past it."""
 
     through: list[float] = field(default_factory=list)
     past: list[float] = field(default_factory=list)
 
     @property
     def p50_ms(self) -> float:
-        """The median of what was added within a turn."""
+        """The median of the time that was added within a turn."""
         return 1e3 * percentile([a - b for a, b in zip(self.through, self.past, strict=True)], 50)
 
     @property
@@ -48,7 +48,7 @@ class Added:
 
 
 async def turns(ways: Sequence[Way], num_turns: int) -> list[list[float]]:
-    """Seconds of each request, by way and turn. Raises FerryError for an answer that is not 200."""
+    """Returns the seconds of each request, by way and turn. Raises FerryError for an answer that is not 200."""
     clients = [[await Client.connect(target) for target, _ in way.steps] for way in ways]
     times: list[list[float]] = [[] for _ in ways]
     try:

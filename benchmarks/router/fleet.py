@@ -1,14 +1,13 @@
 """Scripted workers for `benchmarks.router`: as cheap as Python allows, so that the router is what is measured.
 
-A process of its own (`python -m benchmarks.router.fleet --ready-file FILE`). It has four workers: prefill and
-decode of a pull fleet, and of a push fleet. Their script is set by POST /script, their counters are read by GET
-/counters, on any of their ports.
+They are one process (`python -m benchmarks.router.fleet --ready-file FILE`) with four workers: prefill and decode of a
+pull fleet, and of a push fleet. POST /script sets their script and GET /counters reads their counters, on any port.
 
 - Prefill answers after `prefill_ms` with one token and the parameters of a hand-off.
-- Decode, asked with parameters of a finished prefill (pull), takes `registration_ms` to its first token.
-- Decode, asked with a transfer id only (push), registers for as long, while prefill works: its first token is there
+- Decode, if it gets the parameters of a finished prefill (pull), takes `registration_ms` until its first token.
+- Decode, if it gets only a transfer id (push), registers for the same time while prefill works; its first token comes
   when both have ended.
-- A stream has `chunks` events. All open streams get one each `step_ms`, as from the steps of an engine.
+- A stream has `chunks` events. Every open stream gets one per `step_ms`, as from the steps of an engine.
 """
 
 import argparse
@@ -44,7 +43,7 @@ _ANSWER = msgspec.json.encode(
 
 
 class Script(msgspec.Struct):
-    """What the workers do."""
+    """The behaviour of the workers."""
 
     prefill_ms: float = 0.0
     registration_ms: float = 0.0
@@ -53,15 +52,15 @@ class Script(msgspec.Struct):
 
 
 class Counters(msgspec.Struct):
-    """Requests since the start, by what they were."""
+    """Numbers of requests since the start, by kind."""
 
     prefill: int = 0
     pull: int = 0
-    """Decode with parameters that prefill gave."""
+    """Requests to decode with the parameters that prefill gave."""
     push: int = 0
-    """Decode with a transfer id for which prefill writes."""
+    """Requests to decode with a transfer id for which prefill writes."""
     alone: int = 0
-    """Decode without parameters."""
+    """Requests to decode without parameters."""
 
 
 class _Asked(msgspec.Struct):
@@ -73,19 +72,19 @@ _decode_asked = msgspec.json.Decoder(_Asked).decode
 
 
 class _Fleet:
-    """What the four workers share."""
+    """The state that the four workers share."""
 
     def __init__(self) -> None:
         self.script = Script()
         self.counters = Counters()
         self.streams: dict[_Connection, int] = {}
-        """Open streams, and the events that each still gets."""
+        """Open streams, and the number of events that each still gets."""
         self._finished: OrderedDict[str, float] = OrderedDict()
-        """Transfers that prefill has ended, and when (loop time)."""
+        """Transfers that prefill has finished, and when (time of the event loop)."""
         self._awaited: dict[str, asyncio.Future[None]] = {}
 
     def finish(self, transfer: str) -> None:
-        """Prefill's part is done."""
+        """Notes that prefill has done its part."""
         loop = asyncio.get_running_loop()
         self._finished[transfer] = loop.time()
         if len(self._finished) > _MAX_FINISHED:
@@ -94,13 +93,13 @@ class _Fleet:
             waiting.set_result(None)
 
     async def wait_finished(self, transfer: str) -> None:
-        """Until prefill's part of it is done."""
+        """Waits until prefill has done its part."""
         if transfer not in self._finished:
             waiting = self._awaited.setdefault(transfer, asyncio.get_running_loop().create_future())
             await waiting
 
     async def step(self) -> None:
-        """Steps of the engine: an event for each open stream, for ever."""
+        """Plays the steps of an engine for ever: an event for each open stream per step."""
         while True:
             await asyncio.sleep(self.script.step_ms / 1e3 if self.streams else 0.002)
             for connection, left in list(self.streams.items()):
@@ -113,7 +112,7 @@ class _Fleet:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection of a worker. Requests come one at a time: no router pipelines."""
+    """One connection to a worker. Requests come one at a time, because no router pipelines them."""
 
     def __init__(self, fleet: _Fleet, role: str, mode: str) -> None:
         self._fleet = fleet
@@ -160,7 +159,7 @@ class _Connection(asyncio.Protocol):
         elif path == b"/v1/models":
             self._answer(b'{"object":"list","data":[{"id":"scripted","object":"model","created":1,"owned_by":"vllm"}]}')
         elif path == b"/version":
-            self._answer(b'{"version":"0.32.0"}')  # for routers that ask which engine they are before
+            self._answer(b'{"version":"0.32.0"}')  # for routers that ask which engine this is
         elif path.startswith(b"/health"):
             self._answer(b"{}")
         else:
@@ -236,7 +235,7 @@ class _Connection(asyncio.Protocol):
         self._fleet.streams[self] = self._fleet.script.chunks - 1
 
     def write_chunk(self, data: bytes, *, last: bool = False) -> None:
-        """One chunk of a chunked body."""
+        """Writes one chunk of a chunked body."""
         self._write(b"%x\r\n%b\r\n%b" % (len(data), data, b"0\r\n\r\n" if last else b""))
 
     def _answer(self, body: bytes, status: bytes = b"200 OK") -> None:
@@ -266,7 +265,7 @@ async def _serve(ready_file: str) -> None:
 
 
 def main() -> None:
-    """Serve until killed, or until the benchmark ends."""
+    """Serves until it is killed, or until the benchmark ends."""
     die_with_supervisor()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ready-file", required=True)

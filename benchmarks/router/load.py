@@ -1,4 +1,4 @@
-"""The client of `benchmarks.router`: hand-made HTTP/1.1 over asyncio, so that it costs less than any router."""
+"""The client of `benchmarks.router`: minimal HTTP/1.1 over asyncio, so that it costs less than any router."""
 
 import asyncio
 import re
@@ -17,11 +17,11 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, and when its parts came; seconds since the request was sent."""
+    """One answer, and when its parts came, in seconds after the request was sent."""
 
     status: int
     first_byte_s: float
-    """To the first byte of the body."""
+    """Until the first byte of the body."""
     total_s: float
     body: bytes
 
@@ -31,7 +31,7 @@ Target = tuple[str, int]
 
 
 def request_bytes(target: Target, path: str, body: bytes, method: str = "POST") -> bytes:
-    """A whole request."""
+    """Returns the bytes of a whole request."""
     host, port = target
     head = f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
     if method == "POST":
@@ -40,7 +40,7 @@ def request_bytes(target: Target, path: str, body: bytes, method: str = "POST") 
 
 
 class Client(asyncio.Protocol):
-    """One connection that is kept. One request at a time."""
+    """One connection that is kept open, for one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -55,7 +55,7 @@ class Client(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, target: Target) -> "Client":
-        """Open a connection. Raises OSError."""
+        """Opens a connection. Raises OSError."""
         _, client = await asyncio.get_running_loop().create_connection(cls, *target)
         return client
 
@@ -65,10 +65,10 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(PeerLost(f"the connection ended within an answer: {error!r}"))
+            self._answer.set_exception(PeerLost(f"the connection ended in the middle of an answer: {error!r}"))
 
     def send(self, request: bytes) -> asyncio.Future[Reply]:
-        """Send, and get the whole answer. The future raises PeerLost if the connection ends before that."""
+        """Sends a request; the future has the whole answer, or raises PeerLost if the connection ends before that."""
         assert self._transport is not None, "connected"
         self._got.clear()
         self._body_at, self._length, self._size, self._tail = -1, None, 0, b""
@@ -78,7 +78,7 @@ class Client(asyncio.Protocol):
         return self._answer
 
     def close(self) -> None:
-        """End the connection."""
+        """Ends the connection."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -120,10 +120,10 @@ class Client(asyncio.Protocol):
 
 
 async def closed_loop(target: Target, requests: Sequence[bytes], num_clients: int, for_s: float) -> list[Reply]:
-    """`num_clients` connections, each sending its next request when the last was answered; for about `for_s` seconds.
+    """Runs `num_clients` connections for about `for_s` seconds; each sends its next request after an answer.
 
-    `requests` are sent one after the other as one turn: a reply counts for the last of them, and its times are those
-    of the whole turn. Raises PeerLost.
+    `requests` are sent one after the other as one turn: its reply is that of the last one, with the times of the whole
+    turn. Raises PeerLost.
     """
     clients = [await Client.connect(target) for _ in range(num_clients)]
     ends_s = time.perf_counter() + for_s
@@ -144,7 +144,7 @@ async def closed_loop(target: Target, requests: Sequence[bytes], num_clients: in
 async def open_loop(
     targets: Sequence[Target], requests: Sequence[bytes], rate: float, for_s: float, max_open: int = 512
 ) -> list[Reply]:
-    """Turns begun at an even rate, whatever becomes of the earlier ones. `targets`: one a request of the turn."""
+    """Starts turns at an even rate, whether or not earlier ones have ended. `targets`: one per request of the turn."""
     idle: list[list[Client]] = []
     replies: list[Reply] = []
     open_turns: set[asyncio.Task[None]] = set()
@@ -183,6 +183,6 @@ async def _turn(client: Client, requests: Sequence[bytes]) -> Reply:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which so many percent lie; nan of none."""
+    """Returns the value below which this many percent of the values lie; nan for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else float("nan")

@@ -1,6 +1,6 @@
 """The router that `benchmarks.router` compares with: prefill, then decode, bytes passed on, in plain aiohttp.
 
-It checks nothing, counts nothing, retries nothing and knows no pairs: what remains is the price of aiohttp.
+It checks nothing, counts nothing, retries nothing and knows no pairs: what remains is the cost of aiohttp.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from kvferry.web.listen import announce
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """P, then D."""
+    """Asks prefill, then decode, and passes on decode's answer."""
     session: aiohttp.ClientSession = request.app[SESSION]
     prefill, decode = request.app[WORKERS]
     body = json.loads(await request.read())
@@ -37,7 +37,7 @@ WORKERS = web.AppKey("workers", tuple[str, str])
 
 
 def main() -> None:
-    """Serve until killed, or until the benchmark ends."""
+    """Serves until it is killed, or until the benchmark ends."""
     die_with_supervisor()
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("prefill", "decode", "port", "ready-file"):

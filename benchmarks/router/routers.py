@@ -1,4 +1,4 @@
-"""The routers that `benchmarks.router` starts, each as a process of its own, and the processor time that they take."""
+"""Starts the routers of `benchmarks.router`, each as a process of its own, and reads their processor time."""
 
 import contextlib
 import os
@@ -28,20 +28,20 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """One router to measure."""
+    """One router that can be measured."""
 
     name: str
     mode: str
-    """The transfer mode of the fleet behind it."""
+    """The transfer mode of its fleet."""
     argv: Callable[[Path, str, str, int], list[str]]
-    """(folder of the rivals, prefill's address, decode's address, its port) -> its command line."""
+    """Makes its command line from the folder of the rivals, prefill's address, decode's address, and its own port."""
     rival: bool = False
 
 
 def _kvferry(_: Path, prefill: str, decode: str, port: int) -> list[str]:
     return [
         sys.executable, "-m", "kvferry", "route", "--prefill", prefill, "--decode", decode, "--port", str(port),
-        # A benchmark fills the machine: that a worker is slow to answer a health check says nothing here.
+        # A benchmark fills the machine, so a slow answer to a health check means nothing here.
         "--health-timeout", "60", "--connect-timeout", "30", "--hung-after", "0",
     ]  # fmt: skip
 
@@ -78,7 +78,7 @@ ROUTERS = (
 
 @dataclass(slots=True)
 class Running:
-    """A router that answers."""
+    """A router that is running."""
 
     router: Router
     pid: int
@@ -86,7 +86,7 @@ class Running:
 
 
 def install_rivals(folder: Path) -> None:
-    """Have the rivals in a virtual environment of their own. Raises FerryError with what pip says."""
+    """Installs the rivals in a virtual environment of their own. Raises FerryError with the message of pip."""
     wanted = "\n".join(RIVALS)
     stamp = folder / "installed.txt"
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -97,14 +97,14 @@ def install_rivals(folder: Path) -> None:
     done = subprocess.run([*command, *RIVALS], capture_output=True, text=True, check=False)
     if done.returncode:
         raise FerryError(
-            f"the rivals cannot be installed: {done.stderr.strip()[-400:]}. Name others with --routers kvferry,plain"
+            f"the rivals cannot be installed: {done.stderr.strip()[-400:]}. Do without them: --routers kvferry,plain"
         )
     stamp.write_text(wanted)
 
 
 @contextmanager
 def running(router: Router, rivals: Path, ports: dict[str, int]) -> Iterator[Running]:
-    """Start a router before this fleet, on a port of its own; it is ended with the context. Raises FerryError."""
+    """Starts a router in front of this fleet, on a port of its own, and ends it with the context. Raises FerryError."""
     port = _free_port()
     prefill, decode = (f"http://127.0.0.1:{ports[f'{router.mode}_{role}']}" for role in ("prefill", "decode"))
     argv = router.argv(rivals, prefill, decode, port)
@@ -118,7 +118,7 @@ def running(router: Router, rivals: Path, ports: dict[str, int]) -> Iterator[Run
 
 @contextmanager
 def start_fleet() -> Iterator[tuple[int, dict[str, int]]]:
-    """The scripted workers: their process id, and their ports as `pull_prefill` and so on."""
+    """Starts the scripted workers; gives their process id, and their ports as `pull_prefill` and so on."""
     with tempfile.TemporaryDirectory() as scratch:
         argv = [sys.executable, "-m", "benchmarks.router.fleet"]
         with _process(argv, Path(scratch), needs_ready_file=True) as process:
@@ -142,7 +142,7 @@ def _process(argv: list[str], scratch: Path, *, needs_ready_file: bool) -> Itera
             yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its session is its own: nobody else is in the group
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session, so only its own processes are in the group
             process.wait()
 
 
@@ -150,9 +150,9 @@ def _wait(ready: Callable[[], bool], process: "subprocess.Popen[bytes]", name: s
     ends_s = time.monotonic() + _START_S
     while not ready():
         if process.poll() is not None or time.monotonic() > ends_s:
-            told = (scratch / "log").read_text("utf-8", "replace").strip()[-400:]
-            how = "does not answer" if process.returncode is None else f"ended with {process.returncode}"
-            raise FerryError(f"{name} {how}; its last words: {told!r}. Leave it out with --routers")
+            log = (scratch / "log").read_text("utf-8", "replace").strip()[-400:]
+            how = "does not answer" if process.returncode is None else f"ended with status {process.returncode}"
+            raise FerryError(f"{name} {how}; the end of its log: {log!r}. Leave it out with --routers")
         time.sleep(0.05)
 
 
@@ -169,7 +169,7 @@ def _free_port() -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process and its descendants, all their threads. 10 ms is the kernel's unit."""
+    """Returns the processor time of a process and its descendants. The kernel counts in units of 10 ms."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for folder in Path("/proc").iterdir():

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.vllm`: kvferry in vLLM, beside the connectors that vLLM has."""
+"""`python -m benchmarks.vllm`: kvferry in vLLM, compared with the connectors that vLLM has."""

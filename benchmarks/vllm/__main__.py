@@ -1,10 +1,10 @@
-"""`python -m benchmarks.vllm`: kvferry beside the connector that vLLM has, in one run, in turn, as ratios of the two.
+"""`python -m benchmarks.vllm`: kvferry and the connector that vLLM has, in one run, in turn, as ratios of the two.
 
 Both connectors serve the same model from the same vLLM at the same time, each with a prefill and a decode worker; every
-request goes to one, then to the other. Three ways: pull, push after prefill, push with decode first. The built-in
-connector stalls on few cores for reasons that have nothing to do with handing over; they are taken from it (see
-tests/harness/vllm_peer.py), and `--stock` shows the figures with them. Of kvferry nothing is taken but vLLM's
-own spinning on sched_yield, which is taken from both.
+request goes to one, then to the other. There are three ways: pull, push after prefill, and push with decode first. The
+built-in connector stalls on few cores for reasons that have nothing to do with handing over; these are removed (see
+tests/harness/vllm_peer.py), and `--stock` shows the figures with them. For kvferry only vLLM's own spinning on
+sched_yield is removed, which is removed for both.
 """
 
 import argparse
@@ -47,28 +47,53 @@ _MODELS = ("kv", "smollm2")
 _CONNECTORS = ("builtin", "kvferry")
 _CONTEXT = 8192
 _SLOW_PROMPT = 4000
-"""SmolLM2 computes a longer prompt for most of a minute on a core: only on request."""
+"""SmolLM2 takes most of a minute on a core for a longer prompt, so that is measured only on request."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, on what, how often."""
-    parser.add_argument("--vllm-python", help="an interpreter with vLLM (default: .venv-vllm/bin/python, or this one)")
-    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS),
-                        help="kv: random, much KV cache for little arithmetic; smollm2")  # fmt: skip
-    parser.add_argument("--modes", nargs="+", choices=("pull", "push"), default=["pull", "push"], help="only these")
-    parser.add_argument("--connectors", nargs="+", choices=_CONNECTORS, default=list(_CONNECTORS), help="only these")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], metavar="N", help="prompt tokens")
+    """Adds the flags."""
     parser.add_argument(
-        "--repeats", type=int, default=5, help="of each, for each connector; half with smollm2 (default: 5)"
+        "--vllm-python", metavar="PATH", help="an interpreter with vLLM (default: .venv-vllm/bin/python, or this one)"
     )
-    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="only these measurements")
-    parser.add_argument("--full", action="store_true", help=f"prompts above {_SLOW_PROMPT} tokens with smollm2 too")
-    parser.add_argument("--stock", action="store_true", help="also both connectors as they are, each by itself")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=list(_MODELS),
+                        help="kv: random weights, much KV for little arithmetic; smollm2 (default: both)")  # fmt: skip
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=("pull", "push"),
+        default=["pull", "push"],
+        help="transfer modes to measure (default: both)",
+    )
+    parser.add_argument(
+        "--connectors",
+        nargs="+",
+        choices=_CONNECTORS,
+        default=list(_CONNECTORS),
+        help="connectors to measure (default: both)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="+",
+        default=[512, 2048, 8000],
+        metavar="TOKENS",
+        help="lengths of prompts (default: 512 2048 8000)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="repetitions of each; half with smollm2 (default: 5)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="measurements (default: all)"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help=f"also use prompts above {_SLOW_PROMPT} tokens with smollm2"
+    )
+    parser.add_argument("--stock", action="store_true", help="also measure both connectors as they are, each by itself")
+    parser.add_argument("--json", action="store_true", help="print one object per line")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Model by model, mode by mode; rows as soon as they are known."""
+    """Measures model by model and mode by mode, and prints each row as soon as it is known."""
     if args.repeats < 1 or min(args.prompts) < 1 or max(args.prompts) > _CONTEXT - 16:
         raise ConfigError(
             f"--repeats {args.repeats} --prompts {args.prompts}: repeats from 1, prompts of 1 to {_CONTEXT - 16} tokens"
@@ -85,27 +110,29 @@ def run(args: argparse.Namespace) -> ExitCode:
                         _show(row, as_json=args.json)
     finally:
         zygote.close()
-    _tell(f"{time.monotonic() - begun_s:.0f} s in all")
+    _show_progress(f"{time.monotonic() - begun_s:.0f} s in all")
     return ExitCode.OK
 
 
 def _interrupt(_number: int, _frame: object) -> None:
-    """SIGTERM ends as Ctrl-C does: every server is ended first."""
+    """Ends on SIGTERM as on Ctrl-C: every server is ended first."""
     raise KeyboardInterrupt
 
 
-def _python(told: str | None) -> str:
-    if told is not None:
-        if not Path(told).exists():
-            raise ConfigError(f"--vllm-python {told!r} does not exist. Name an interpreter that can import vllm")
-        return told
+def _python(given: str | None) -> str:
+    if given is not None:
+        if not Path(given).exists():
+            raise ConfigError(f"--vllm-python {given!r} does not exist. Give an interpreter that can import vllm")
+        return given
     import importlib.util
 
-    beside = Path(".venv-vllm/bin/python")
-    if beside.exists():
-        return str(beside.absolute())
+    default = Path(".venv-vllm/bin/python")
+    if default.exists():
+        return str(default.absolute())
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed here. Name an interpreter that has it: --vllm-python PATH")
+        raise ConfigError(
+            "vLLM is not installed here. Run make setup-vllm, or give an interpreter that has it: --vllm-python PATH"
+        )
     return sys.executable
 
 
@@ -122,13 +149,13 @@ Row = dict[str, Any]
 
 def _measure(args: argparse.Namespace, zygote: Zygote, python: str, model: Path, name: str, mode: str) -> Iterator[Row]:
     prompts = [one for one in args.prompts if name == "kv" or args.full or one <= _SLOW_PROMPT]
-    _tell(f"{name}, {mode}: starting {2 * len(args.connectors)} servers")
-    fleet = Fleet(zygote, python, model, mode, args.connectors, _CONTEXT, tell=_tell)
+    _show_progress(f"{name}, {mode}: starting {2 * len(args.connectors)} servers")
+    fleet = Fleet(zygote, python, model, mode, args.connectors, _CONTEXT, tell=_show_progress)
     with fleet:
         fleet.start()
         for way in fleet.ways:
             if "ttft" in args.only:
-                # A prompt of 2,048 takes SmolLM2 ten seconds on a core, of which the connector is a thousandth.
+                # A prompt of 2,048 tokens takes SmolLM2 ten seconds on a core; the connector takes a thousandth.
                 yield from _ttft(fleet, name, way, prompts, args.repeats if name == "kv" else (args.repeats + 1) // 2)
             if "transfer" in args.only and name == "kv" and mode == "pull":
                 yield from _transfers(fleet, name, way, max(prompts), args.repeats)
@@ -139,7 +166,7 @@ def _measure(args: argparse.Namespace, zygote: Zygote, python: str, model: Path,
         if "handshake" in args.only:
             yield from _handshakes(fleet, name)
         if "idle" in args.only:
-            _tell(f"{name}, {mode}: idle")
+            _show_progress(f"{name}, {mode}: idle")
             yield from _each(fleet, name, mode, "idle", "idle_cores", idle_cores(fleet, 4.0))
             yield from _each(fleet, name, mode, "idle", "prefill_cores_grant_open", grant_cores(fleet, 3.0))
             if mode == "push":
@@ -154,17 +181,17 @@ def _measure(args: argparse.Namespace, zygote: Zygote, python: str, model: Path,
 def _ttft(fleet: Fleet, name: str, way: str, prompts: Sequence[int], repeats: int) -> Iterator[Row]:
     dice = random.Random(7)
     for num_tokens in prompts:
-        _tell(f"{name}, {way}: {num_tokens} tokens (load {os.getloadavg()[0]:.1f})")
+        _show_progress(f"{name}, {way}: {num_tokens} tokens (load {os.getloadavg()[0]:.1f})")
         samples: dict[str, list[Sample]] = {connector: [] for connector in fleet.pairs}
         cpu_s = dict.fromkeys(fleet.pairs, 0.0)
         for turn in range(repeats + 1):
             order = list(fleet.pairs) if turn % 2 else list(reversed(fleet.pairs))
             for connector in order:
                 before_s = sum(one.cpu_s() for one in fleet.pairs[connector])
-                # SmolLM2 takes long; the other model touches the memory of every block that is measured later.
+                # SmolLM2 is slow; with the other model this touches the memory of every block that is measured later.
                 length = num_tokens if turn or name == "kv" else min(num_tokens, 1024)
                 sample = hand_over(fleet, connector, prompt_of(dice, length), way)
-                if turn:  # the first of each length is for caches and allocators
+                if turn:  # the first of each length warms up caches and allocators
                     samples[connector].append(sample)
                     cpu_s[connector] += sum(one.cpu_s() for one in fleet.pairs[connector]) - before_s
         for row in _ttft_rows(name, way, num_tokens, samples, ""):
@@ -217,11 +244,11 @@ def _each(
 
 
 def _transfers(fleet: Fleet, name: str, way: str, num_tokens: int, repeats: int) -> Iterator[Row]:
-    """The connector's own time of a transfer: into blocks in a row, then with both sides' blocks in no order."""
+    """Measures a transfer by the connector's own clock: with contiguous blocks, then with scattered ones."""
     dice = random.Random(17)
     for blocks in ("contiguous", "scattered"):
         if blocks == "scattered":
-            _tell(f"{name}, {way}: scattering blocks")
+            _show_progress(f"{name}, {way}: scattering blocks")
             for pair in fleet.pairs.values():
                 for server in pair:
                     scatter(server, fleet.num_blocks, dice)
@@ -236,7 +263,7 @@ def _transfers(fleet: Fleet, name: str, way: str, num_tokens: int, repeats: int)
 
 
 def _steps(fleet: Fleet, name: str, way: str, num_tokens: int) -> Iterator[Row]:
-    _tell(f"{name}, {way}: steps of decode while hand-offs land")
+    _show_progress(f"{name}, {way}: steps of decode while hand-offs land")
     found: dict[str, list[Any]] = {connector: [] for connector in fleet.pairs}
     for _ in range(2):
         for connector in fleet.pairs:
@@ -247,7 +274,7 @@ def _steps(fleet: Fleet, name: str, way: str, num_tokens: int) -> Iterator[Row]:
 
 
 def _throughput(fleet: Fleet, name: str, way: str) -> Iterator[Row]:
-    _tell(f"{name}, {way}: eight clients")
+    _show_progress(f"{name}, {way}: eight clients")
     found: dict[str, list[float]] = {connector: [] for connector in fleet.pairs}
     for _ in range(2):
         for connector in fleet.pairs:
@@ -257,7 +284,7 @@ def _throughput(fleet: Fleet, name: str, way: str) -> Iterator[Row]:
 
 
 def _handshakes(fleet: Fleet, name: str) -> Iterator[Row]:
-    """What the first hand-off of a pair costs beyond a later one."""
+    """Measures how much longer the first hand-off of a pair takes than a later one."""
     dice = random.Random(19)
     values = {}
     for connector in fleet.pairs:
@@ -269,12 +296,12 @@ def _handshakes(fleet: Fleet, name: str) -> Iterator[Row]:
 def _stock(
     args: argparse.Namespace, zygote: Zygote, python: str, model: Path, name: str, mode: str, prompts: Sequence[int]
 ) -> Iterator[Row]:
-    """Each connector alone with nothing taken from anybody: side by side they would starve each other."""
+    """Measures each connector alone, as it is: side by side they would starve each other."""
     for connector in args.connectors:
-        _tell(f"{name}, {mode}: {connector} as it is")
+        _show_progress(f"{name}, {mode}: {connector} as it is")
         dice = random.Random(23)
         try:
-            with Fleet(zygote, python, model, mode, [connector], _CONTEXT, stock=True, tell=_tell) as fleet:
+            with Fleet(zygote, python, model, mode, [connector], _CONTEXT, stock=True, tell=_show_progress) as fleet:
                 fleet.start()
                 for way in fleet.ways:
                     for num_tokens in prompts[:2]:
@@ -303,10 +330,10 @@ def _show(row: Row, *, as_json: bool) -> None:
               f"ttft {row['ttft_ms']:9.1f} ms {_times(row['ttft_ratio'])}  "
               f"decode's part {row['handoff_ms']:8.1f} ms {_times(row['handoff_ratio'])}", flush=True)  # fmt: skip
     else:
-        told = {
+        fields = {
             key: value for key, value in row.items() if key not in ("measure", "connector", "mode", "model", "ratio")
         }
-        text = " ".join(f"{key}={value}" for key, value in told.items())
+        text = " ".join(f"{key}={value}" for key, value in fields.items())
         print(f"{row['model']:8}{row['mode']:11}{row['connector']:14}{text} {_times(row['ratio'])}", flush=True)
 
 
@@ -314,9 +341,9 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"(x {ratio:.2f})"
 
 
-def _tell(text: str) -> None:
+def _show_progress(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main("vllm", add_arguments, run))
+    sys.exit(main("vllm", add_arguments, run, description=__doc__))

@@ -1,7 +1,7 @@
-"""What `python -m benchmarks.vllm` measures, on pairs of servers that run side by side: each takes turns, A B A B.
+"""The measurements of `python -m benchmarks.vllm`, on pairs of servers that run side by side and take turns, A B A B.
 
-A `Fleet` is one model and one transfer mode: for each connector a prefill and a decode worker. Everything here returns
-plain numbers; rows and ratios are made by the caller.
+A `Fleet` is one model and one transfer mode, with a prefill and a decode worker for each connector. Everything here
+returns plain numbers; the caller makes rows and ratios.
 """
 
 import random
@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 PATCHES = {"builtin": "neutralise", "kvferry": "neutralise_yield"}
-"""sched_yield is vLLM's own and touches both; the other two are the built-in connector's."""
+"""sched_yield is vLLM's own and affects both; the other two are the built-in connector's."""
 _XFER = {"builtin": "vllm:nixl_xfer_time_seconds", "kvferry": "kvferry_handoff_transfer_seconds"}
 _REQUEST_S = 120.0
 _FIRST, _LAST = 3, 500
-"""Ordinary tokens of every model that is measured."""
+"""Token ids between these two are ordinary tokens of every model that is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One hand-off, in seconds."""
+    """The times of one hand-off, in seconds."""
 
     first_token_s: float
     decode_part_s: float
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Fleet:
-    """Started by `start`. A context: leaving it ends every server."""
+    """Servers that `start` starts. A context: leaving it ends every server."""
 
     zygote: Zygote
     python: str
@@ -70,7 +70,7 @@ class Fleet:
     _servers: list[VllmServer] = field(default_factory=list)
 
     def start(self) -> "Fleet":
-        """All servers side by side, then one short hand-off each, so that everything is warm."""
+        """Starts all servers side by side, then makes short hand-offs, so that everything is warm."""
         for connector in self.connectors:
             servers = [
                 VllmServer(self._spec(connector, role), self.tell, self.zygote) for role in ("prefill", "decode")
@@ -84,7 +84,7 @@ class Fleet:
                 one.wait_ready(300.0)
         dice = random.Random(3)
         for connector, pair in self.pairs.items():
-            for one in pair:  # the model, the server and its client are warm: what is left is the handshake
+            for one in pair:  # model, server and client are warm after this: only the handshake is left
                 for _ in range(2):
                     ask(one, prompt_of(dice, 200), max_tokens=2, timeout_s=_REQUEST_S)
             self.first[connector] = hand_over(self, connector, prompt_of(dice, 200), self.ways[0])
@@ -94,7 +94,7 @@ class Fleet:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """What a router can do in this mode."""
+        """The ways in which a router can dispatch in this mode."""
         return ("pull",) if self.mode == "pull" else ("push-after", "push-first")
 
     def _spec(self, connector: str, role: str) -> VllmSpec:
@@ -114,12 +114,12 @@ class Fleet:
 
 
 def prompt_of(dice: random.Random, num_tokens: int) -> list[int]:
-    """Tokens that no cache has seen."""
+    """Returns random tokens, so that no cache has them."""
     return dice.choices(range(_FIRST, _LAST), k=num_tokens)
 
 
 def transfer_s(fleet: Fleet, connector: str) -> tuple[float, float]:
-    """(seconds in transfers, how many) so far, as the connector counts them itself; on whichever side posts."""
+    """Returns the seconds in transfers and their number so far, by the connector's own metrics of both sides."""
     total, count = 0.0, 0.0
     for server in fleet.pairs[connector]:
         total += server.metric(f"{_XFER[connector]}_sum")
@@ -130,7 +130,7 @@ def transfer_s(fleet: Fleet, connector: str) -> tuple[float, float]:
 def hand_over(
     fleet: Fleet, connector: str, prompt: Sequence[int], way: str, *, max_tokens: int = 2, timed: bool = False
 ) -> Sample:
-    """One request through a pair. `timed`: with the transfer's own time. Raises FerryError if it was not served so."""
+    """Sends one request through a pair. `timed`: with the time of the transfer. Raises FerryError if it fails."""
     prefill, decode = fleet.pairs[connector]
     before = transfer_s(fleet, connector) if timed else (0.0, 0.0)
     served = serve_pair(prefill, decode, prompt, way=way, max_tokens=max_tokens, timeout_s=_REQUEST_S)
@@ -144,7 +144,7 @@ def hand_over(
                 moved = (total - before[0]) / (count - before[1])
             if moved is not None or time.monotonic() > deadline_s:
                 break
-            # The servers' metrics follow within an engine step; the next hand-off waits for them in both connectors.
+            # The metrics of the servers follow within an engine step; both connectors are given that time.
             threading.Event().wait(0.05)
     return Sample(served.first_token_s, served.decode_part_s, moved)
 
@@ -156,7 +156,7 @@ def _check(served: Served, connector: str, way: str) -> None:
 
 
 def idle_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
-    """Cores that each pair burns while nobody asks anything. Peers know each other, and nothing is open."""
+    """Returns the cores that each idle pair uses: the peers know each other, and no request is open."""
     before = {name: sum(one.cpu_s() for one in pair) for name, pair in fleet.pairs.items()}
     begun_s = time.monotonic()
     threading.Event().wait(seconds)
@@ -165,7 +165,7 @@ def idle_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
 
 
 def grant_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
-    """Cores that prefill burns while blocks of one answered request wait for a decode worker that does not come."""
+    """Returns the cores that prefill uses while the blocks of an answered request wait for a decode worker."""
     dice, cores = random.Random(29), {}
     for name, (prefill, _) in fleet.pairs.items():
         answer = ask(prefill, prompt_of(dice, 200), max_tokens=1, params=prefill_params(uuid.uuid4().hex))
@@ -176,7 +176,7 @@ def grant_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
 
 
 def waiting_cores(fleet: Fleet, seconds: float) -> dict[str, float]:
-    """Push: cores that decode burns while it waits for a prompt that prefill has not begun to compute."""
+    """Returns, for push, the cores that decode uses while it waits for a prompt that prefill has not begun."""
     dice, cores = random.Random(31), {}
     for name, (prefill, decode) in fleet.pairs.items():
         prompt, request_id, transfer_id = prompt_of(dice, 200), uuid.uuid4().hex, uuid.uuid4().hex
@@ -198,7 +198,7 @@ def _cores(server: VllmServer, seconds: float) -> float:
 
 
 def scatter(server: VllmServer, num_blocks: int, dice: random.Random) -> None:
-    """Leave a worker's free blocks in no order: many short requests at once, that end one before the other."""
+    """Brings the free blocks of a worker out of order, by many short requests at once that end at different times."""
     with ThreadPoolExecutor(24) as pool:
         work = [
             pool.submit(ask, server, prompt_of(dice, 100), max_tokens=dice.randrange(1, 6), timeout_s=_REQUEST_S)
@@ -211,7 +211,7 @@ def scatter(server: VllmServer, num_blocks: int, dice: random.Random) -> None:
 
 
 def throughput(fleet: Fleet, connector: str, way: str, *, requests: int, clients: int, num_tokens: int) -> float:
-    """Requests a second with `clients` at once, 8 tokens an answer."""
+    """Returns requests per second with `clients` at once and 8 tokens per answer."""
     dice = random.Random(11)
     prompts = [prompt_of(dice, num_tokens) for _ in range(requests)]
     begun_s = time.perf_counter()
@@ -222,7 +222,7 @@ def throughput(fleet: Fleet, connector: str, way: str, *, requests: int, clients
 
 
 def step_times(fleet: Fleet, connector: str, way: str, num_tokens: int, hand_offs: int) -> Mapping[str, float]:
-    """Milliseconds a token of a stream on decode: alone, and while hand-offs land there (`during`), medians and p95."""
+    """Returns milliseconds per token of a stream on decode: alone, and while hand-offs land there (`during`)."""
     _, decode = fleet.pairs[connector]
     dice = random.Random(13)
     idle = _token_gaps(decode, prompt_of(dice, 64), 60, threading.Event())
@@ -246,7 +246,7 @@ def step_times(fleet: Fleet, connector: str, way: str, num_tokens: int, hand_off
 
 
 def _token_gaps(server: VllmServer, prompt: Sequence[int], max_tokens: int, stop: threading.Event) -> list[float]:
-    """Seconds between the tokens of one stream, until it ends or `stop` is set."""
+    """Returns the seconds between the tokens of one stream, until it ends or `stop` is set."""
     import http.client
     import json
 

@@ -1,4 +1,4 @@
-"""A small HTTP client of the tests: a completion, streamed or not, as one record. Blocking; safe from any thread."""
+"""A small HTTP client for tests: a completion, streamed or not, as one record. It blocks; any thread may use it."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ __all__ = ["Answer", "Stream", "complete", "get", "metrics", "post"]
 
 @dataclass(slots=True)
 class Answer:
-    """What a client got. `whole`: it ended as the API says that a good answer ends."""
+    """The answer that a client got. `whole`: it ended in the way in which a good answer ends."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -25,17 +25,17 @@ class Answer:
     error: dict[str, Any] | None = None
     done: bool = False
     broken: str = ""
-    """How the connection ended, if it did so before the answer."""
+    """How the connection ended, if that was before the end of the answer."""
     body: bytes = b""
 
     @property
     def whole(self) -> bool:
-        """A 200 with its finish reason, and for streams its [DONE], and no error on the way."""
+        """Whether it is a 200 with a finish reason, [DONE] if streamed, and no error on the way."""
         return self.status == 200 and self.error is None and not self.broken and self.done and bool(self.finish_reason)
 
     @property
     def clear_error(self) -> bool:
-        """The client was told: an OpenAI error body, as the answer or as the last event of a stream."""
+        """Whether the client got an OpenAI error body, as the answer or as the last event of a stream."""
         return self.error is not None and bool(self.error.get("message")) and bool(self.error.get("type"))
 
     def _take(self, body: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def _request(url: str, method: str, path: str, body: bytes | None, timeout_s: fl
 
 
 def get(url: str, path: str, *, timeout_s: float = 10.0) -> Any:
-    """The JSON of a GET, whatever its status; {} if nobody answers."""
+    """Returns the JSON of a GET, with any status; {} if there is no answer."""
     try:
         _, _, body = _request(url, "GET", path, None, timeout_s)
     except (OSError, http.client.HTTPException):
@@ -74,7 +74,7 @@ def get(url: str, path: str, *, timeout_s: float = 10.0) -> Any:
 
 
 def metrics(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
-    """All numbers of /metrics; {} if nobody answers."""
+    """Returns all numbers of /metrics; {} if there is no answer."""
     try:
         _, _, body = _request(url, "GET", "/metrics", None, timeout_s)
     except (OSError, http.client.HTTPException):
@@ -86,7 +86,7 @@ def metrics(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
 def post(
     url: str, body: object, *, path: str = "/v1/completions", timeout_s: float = 60.0, raw: bytes | None = None
 ) -> Answer:
-    """A POST that is not streamed. An answer that never came is one with status 0."""
+    """Sends a POST that is not streamed. An answer that never came has status 0."""
     sent = json.dumps(body).encode() if raw is None else raw
     try:
         status, headers, received = _request(url, "POST", path, sent, timeout_s)
@@ -124,7 +124,7 @@ class Stream:
         self._connection.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Each event as it comes; what they say adds up in `answer`."""
+        """Yields each event as it comes, and adds its content to `answer`."""
         if self.answer.broken:
             return
         try:
@@ -150,7 +150,7 @@ class Stream:
             self._connection.close()
 
     def hang_up(self) -> None:
-        """Close the connection where it is."""
+        """Closes the connection in the middle of the answer."""
         if self._connection.sock is not None:
             self._connection.sock.close()
         self._response.close()
@@ -166,7 +166,7 @@ def complete(
     timeout_s: float = 60.0,
     **fields: Any,
 ) -> Answer:
-    """A greedy completion with its token ids."""
+    """Returns a greedy completion with its token ids."""
     body: dict[str, Any] = {
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
         "max_tokens": max_tokens,

@@ -1,4 +1,4 @@
-"""Processes on chosen cores."""
+"""Puts processes on chosen cores."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ __all__ = ["pin"]
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """Let a process, and each of its threads, run on these cores only."""
+    """Makes a process, with each of its threads, run only on these cores."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(task.name), cores)

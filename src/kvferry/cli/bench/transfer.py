@@ -1,8 +1,8 @@
-"""kvferry bench transfer: direct, staged and chosen, beside one long transfer and memcpy, over real NIXL.
+"""`kvferry bench transfer`: direct, staged and chosen transfers, one long transfer and memcpy, over real NIXL.
 
-Two processes; the decode side reads from the prefill side, which does nothing but let NIXL's progress thread run. All
-ways are measured in turn, in one run, so that the ratios hold although the machine's speed drifts; figures are medians.
-Planning is part of the time. Every way must leave the same bytes: that is checked once a case.
+There are two processes: decode reads from prefill, which does nothing but let the progress thread of NIXL run. All ways
+are measured in turn, in one run, so that the ratios hold although the speed of the machine drifts; the figures are
+medians. Planning is part of the time. Every way must leave the same bytes, which is checked once per case.
 """
 
 import argparse
@@ -48,7 +48,7 @@ STAGING_BYTES = TransferSettings().staging_bytes
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A pair of layouts. `tp` is prefill's; decode has all heads. "block-major" is the embedded engine's cache."""
+    """A pair of layouts. `tp` is that of prefill; decode has all heads. "block-major" is as in the embedded engine."""
 
     name: str
     source: str
@@ -69,17 +69,23 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, how much and how often."""
-    parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES], help="only these cases")
-    parser.add_argument("--mib", type=int, default=256, help="bytes to move, in MiB (default 256)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each way (default 5)")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of the copies (default 1)")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="give up on a case after this long")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    """Adds the flags."""
+    parser.add_argument("--case", choices=[*CASES], nargs="+", default=[*CASES], help="cases to measure (default: all)")
+    parser.add_argument("--mib", type=int, default=256, metavar="MIB", help="how much to move (default: 256)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each way (default: 5)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch threads of the copies (default: 1)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="give up on a case after this long (default: 600)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one object per line")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Start the two processes and measure case by case."""
+    """Starts the two processes and measures case by case."""
     environment = {"OMP_NUM_THREADS": str(args.threads)}
     names = (PREFILL, DECODE)
     ends = [ProcessEnd("nixl", name, (4096,), environment=environment, timeout_s=60, wait=False) for name in names]
@@ -108,7 +114,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 def measure_case(
     key: str, num_bytes: int, repeats: int, threads: int, prefill: ProcessEnd, decode: ProcessEnd, *, timeout_s: float
 ) -> dict[str, object]:
-    """One row of the table."""
+    """Measures one case and returns its row of the table."""
     case = CASES[key]
     num_tokens = max(64, num_bytes // TOKEN_BYTES // 64 * 64)
     sources, destination = layouts(case, num_tokens)
@@ -124,7 +130,7 @@ def measure_case(
 
 
 def layouts(case: Case, num_tokens: int) -> tuple[list[CacheLayout], CacheLayout]:
-    """Prefill's ranks and decode's rank."""
+    """Returns the layouts of prefill's ranks, and that of decode's rank."""
     sources = [
         _layout(case.source, case.block_tokens[0], num_tokens, Rank(index=rank, tp_rank=rank, tp_size=case.tp))
         for rank in range(case.tp)
@@ -166,7 +172,7 @@ def _layout(order: str, block_tokens: int, num_tokens: int, rank: Rank) -> Cache
 
 
 def table(num_tokens: int, block_tokens: int, seed: int, *, scattered: bool) -> list[BlockTable]:
-    """All blocks, in order or shuffled."""
+    """Returns a table of all blocks, in order or shuffled."""
     ids = np.arange(num_tokens // block_tokens)
     if scattered:
         ids = np.random.default_rng(seed).permutation(ids)
@@ -181,7 +187,7 @@ def _fill(end: LocalEnd) -> None:
 
 
 class _Ways:
-    """The ways to move one case, at the decode side."""
+    """The ways to move one case, on the decode side."""
 
     def __init__(self, end: LocalEnd, key: str, num_tokens: int) -> None:
         case = CASES[key]
@@ -200,7 +206,7 @@ class _Ways:
         self.num_runs = {"direct": 0, "staged": 0}
 
     def _first_region(self, edge: Edge) -> int:
-        # The prefill process holds the regions of all its ranks, one each.
+        # The prefill process holds the regions of all its ranks: one per rank.
         return edge.source_rank
 
     def _chunks(self, edge: Edge) -> Iterator[StagedPlan]:
@@ -210,7 +216,7 @@ class _Ways:
             yield replace(chunk, source=replace(chunk.source, boxes=boxes))
 
     def direct(self) -> None:
-        """Every planned run, from cache to cache."""
+        """Reads every planned run, from cache to cache."""
         tickets: set[Ticket] = set()
         self.num_runs["direct"] = 0
         for edge in self.edges:
@@ -224,7 +230,7 @@ class _Ways:
         self._wait(tickets)
 
     def staged(self) -> None:
-        """Through our staging memory, chunk by chunk."""
+        """Reads through staging memory of this side, chunk by chunk."""
         self.num_runs["staged"] = 0
         for edge in self.edges:
             self.stager.start(PREFILL, Operation.READ, self._chunks(edge))
@@ -240,7 +246,7 @@ class _Ways:
                 time.sleep(20e-6)
 
     def one_long(self) -> None:
-        """The same bytes as one run (one for each of prefill's ranks)."""
+        """Reads the same number of bytes as one run from each of prefill's ranks."""
         pieces = []
         at = 0
         for rank, share in enumerate(self.shares):
@@ -249,11 +255,11 @@ class _Ways:
         self._wait({self.end.transport.post(PREFILL, Operation.READ, pieces)})
 
     def memcpy(self) -> None:
-        """The same bytes within this process."""
+        """Copies the same number of bytes within this process."""
         np.copyto(self.end.buffers[0], self.local_source)
 
     def choice(self) -> Choice:
-        """What the cost model says, from the first chunks of each edge."""
+        """Returns the choice of the cost model, from the first chunk of each edge."""
         sample = [next(chunk_plans(edge, self.source, self.destination, self.wanted)) for edge in self.edges]
         return choose(load_cost_model(), Operation.READ, sample, self.num_bytes)
 
@@ -283,7 +289,7 @@ def _measure(end: LocalEnd, key: str, num_tokens: int, repeats: int, threads: in
         digests.add(hashlib.blake2b(end.buffers[0].data).hexdigest())
     if len(digests) != 1:
         raise TransferError(
-            f"case {key}: direct and staged leave different bytes; this is a fault of kvferry: report it"
+            f"case {key}: direct and staged transfers leave different bytes. A fault of kvferry: please report it"
         )
     timed["one_long"]()
     seconds: dict[str, list[float]] = {name: [] for name in timed}

@@ -1,1 +1,1 @@
-"""What several commands share. No module here is a command."""
+"""Code that several commands share. No module here is a command."""

@@ -1,4 +1,4 @@
-"""What a measurement or a bug report must say of the machine. No name of a host or a user, and no path, is in it."""
+"""Describes the machine for a measurement or a bug report, without a host name, a user name or a path."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _PREFIXES = ("UCX_", "NIXL_", "KVFERRY_")
 
 
 def environment() -> dict[str, object]:
-    """As JSON-ready builtins. Imports nothing heavy and takes milliseconds, so every benchmark can record it."""
+    """Returns the description, ready for JSON. It imports nothing heavy and takes milliseconds."""
     return {
         "kvferry": __version__,
         "python": platform.python_version(),
@@ -61,7 +61,7 @@ def _cpu_model() -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Cores that the container may use (cgroup v2), or None without a limit."""
+    """Returns the number of cores that the container may use (cgroup v2), or None if there is no limit."""
     words = _read("/sys/fs/cgroup/cpu.max").split()
     return float(words[0]) / float(words[1]) if len(words) == 2 and words[0] != "max" else None
 
