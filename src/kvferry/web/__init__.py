@@ -1,1 +1,1 @@
-"""What the worker's server and the router share of HTTP: error bodies, records, listening. It knows no engine."""
+"""HTTP code that a worker's server and the router share: error bodies, records, listening. It knows no engine."""

@@ -1,4 +1,4 @@
-"""An error as the OpenAI API tells it: a status, and {"error": {message, type, param, code}}."""
+"""Errors in the form of the OpenAI API: a status, and {"error": {message, type, param, code}}."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _HINTS = {
 
 
 class ApiError(FerryError):
-    """What the client is told. `message` is one sentence of fact with the values, then the remedy."""
+    """An error to answer a client with. `message` states the fact with its values, then the remedy."""
 
     def __init__(
         self,
@@ -43,23 +43,23 @@ class ApiError(FerryError):
         self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
-        """The OpenAI error body."""
+        """Returns the body of the response, as JSON."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """Retry-After, where waiting helps."""
+        """Returns Retry-After if waiting helps, else no headers."""
         return {} if self.retry_after_s is None else {hdrs.RETRY_AFTER: str(self.retry_after_s)}
 
     def response(self) -> web.Response:
-        """The whole answer."""
+        """Returns the complete response."""
         return web.Response(
             status=self.status, body=self.body(), content_type="application/json", headers=self.headers()
         )
 
 
 def as_api_error(error: FerryError) -> ApiError:
-    """How an error of the engine or the wire is told to a client."""
+    """Returns the error for the client that stands for an error of the engine or of a peer."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestTooLong):
@@ -72,18 +72,18 @@ def as_api_error(error: FerryError) -> ApiError:
 
 
 def _leading_field(message: str) -> str | None:
-    """Messages that begin with a field's name (`top_p=7 must be ...`) name the parameter."""
+    """Returns the field's name that a message begins with (`top_p=7 must be ...`), or None."""
     word = message.split("=", 1)[0].split(":", 1)[0]
     return word if word.isidentifier() and len(word) < len(message) else None
 
 
 def request_id_of(request: web.Request) -> str:
-    """The id under which this request is logged here, on every worker, and in the answer's X-Request-Id."""
+    """Returns the id of this request: in logs here and on every worker, and in X-Request-Id of the response."""
     return request[REQUEST_ID]
 
 
 def error_middleware(new_request_id: Callable[[], str]) -> Middleware:
-    """Outermost: gives the request its id, and turns every exception into an OpenAI error body."""
+    """Returns the outermost middleware: it gives each request an id and turns exceptions into OpenAI error bodies."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -106,10 +106,10 @@ def error_middleware(new_request_id: Callable[[], str]) -> Middleware:
             message = hint.format(method=request.method, path=request.path)
             response = ApiError(error.status, message, code=error.reason.lower().replace(" ", "_")).response()
         except ConnectionError:
-            raise  # the client is gone: nobody to tell
+            raise  # the client has disconnected: there is no one to answer
         except Exception:
             logger.exception("request failed request=%s path=%s", request[REQUEST_ID], request.path)
-            text = f"internal error in request {request[REQUEST_ID]!r}; the log of this server has the traceback"
+            text = f"internal error in request {request[REQUEST_ID]!r}; see the traceback in the log of this server"
             response = ApiError(500, text, code="internal_error").response()
         if not response.prepared:
             response.headers["X-Request-Id"] = request[REQUEST_ID]
@@ -119,8 +119,8 @@ def error_middleware(new_request_id: Callable[[], str]) -> Middleware:
 
 
 def too_large(request: web.Request, error: web.HTTPRequestEntityTooLarge) -> ApiError:
-    """413, with the limit."""
-    limit = request.app._client_max_size  # aiohttp has no public name for it
+    """Returns the error for a body over the limit: status 413."""
+    limit = request.app._client_max_size  # aiohttp has no public name for this
     return ApiError(
         413,
         f"the body has {request.content_length or 'more than ' + str(limit)} bytes and at most {limit} are accepted: "

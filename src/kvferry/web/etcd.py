@@ -1,7 +1,8 @@
-"""As much of etcd v3 as a fleet needs, over its JSON gateway (`/v3/...`): no client library is wanted for six calls.
+"""A client for the part of etcd v3 that a fleet needs, over etcd's JSON gateway (`/v3/...`).
 
-Keys of workers are `PREFIX/prefill/NAME` and `PREFIX/decode/NAME`, their values the worker's address. A worker puts its
-key under a lease and keeps that alive; a router reads all keys and watches them. See etcd's API: "gRPC gateway".
+A worker's keys are `PREFIX/prefill/NAME` and `PREFIX/decode/NAME`; the value is its address. A worker puts its keys
+under a lease and keeps that alive; a router reads all keys and watches them. Source: "gRPC gateway" in
+etcd's documentation.
 """
 
 import base64
@@ -21,15 +22,15 @@ DEFAULT_PREFIX = "/kvferry/workers"
 _MAX_ANSWER_BYTES = 4 << 20
 _TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 _WATCH_QUIET_S = 60.0
-"""A watch that says nothing for so long is ended, and all is read again: etcd's host may have gone without a word."""
+"""A watch without events ends after this long, and all keys are read again: etcd's host may have vanished."""
 
 
 class EtcdFailed(PeerError):
-    """etcd did not answer, or not as etcd does."""
+    """etcd did not answer, or its answer is not one that etcd sends."""
 
 
 def check_etcd(url: str) -> str:
-    """The address without a slash at its end. Raises ConfigError for what is none."""
+    """Returns the address without a trailing slash. Raises ConfigError if it is not an HTTP address."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--etcd {url!r} must begin with http:// or https://, as in http://127.0.0.1:2379")
     return url.rstrip("/")
@@ -59,25 +60,27 @@ class _KeepAlive(msgspec.Struct, frozen=True):
 
 
 class Etcd:
-    """One member of a cluster, or a proxy. On the event loop. Everything raises EtcdFailed where it does not answer."""
+    """A connection to one cluster member or proxy. Used on the event loop. All methods may raise EtcdFailed."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self.url = check_etcd(url)
 
     async def read(self, prefix: str) -> tuple[dict[str, str], int]:
-        """All keys that begin so, with their values; and the revision of which that is true."""
+        """Returns all keys with this prefix and their values, and the revision at which they were read."""
         raw = await self._post("kv/range", {"key": _b64(prefix), "range_end": _b64(_end_of(prefix))})
-        told = _decoded(raw, _Range)
+        reply = _decoded(raw, _Range)
         try:
-            found = {_text(pair.key): _text(pair.value) for pair in told.kvs}
-            return found, int(told.header.revision)
+            found = {_text(pair.key): _text(pair.value) for pair in reply.kvs}
+            return found, int(reply.header.revision)
         except (ValueError, binascii.Error) as error:
-            raise EtcdFailed(f"etcd at {self.url} answered what is no key: {error}") from error
+            raise EtcdFailed(f"etcd at {self.url} returned a key or value that cannot be decoded: {error}") from error
 
     async def changes(self, prefix: str, from_revision: int) -> AsyncIterator[None]:
-        """Once each time that keys which begin so have changed, from this revision on. Ends when etcd ends it, or has
-        said nothing for a while: read again then."""
+        """Yields once per change of keys with this prefix, from this revision on.
+
+        Ends when etcd ends the watch, or after a while without events: read all keys again then.
+        """
         ask = {
             "create_request": {
                 "key": _b64(prefix),
@@ -99,20 +102,20 @@ class Etcd:
             raise EtcdFailed(f"etcd at {self.url}: {type(error).__name__}: {error}") from error
 
     async def grant(self, ttl_s: int) -> str:
-        """A new lease."""
+        """Returns the id of a new lease."""
         return _decoded(await self._post("lease/grant", {"TTL": str(ttl_s)}), _Lease).ID
 
     async def keep_alive(self, lease: str) -> bool:
-        """One period more. False: the lease has ended."""
-        told = _decoded(await self._post("lease/keepalive", {"ID": lease}), _KeepAlive).result
-        return told.TTL.isdigit() and int(told.TTL) > 0
+        """Renews a lease for one more period. Returns False if it has ended."""
+        renewed = _decoded(await self._post("lease/keepalive", {"ID": lease}), _KeepAlive).result
+        return renewed.TTL.isdigit() and int(renewed.TTL) > 0
 
     async def put(self, key: str, value: str, lease: str) -> None:
-        """Set a key, for as long as the lease lives."""
+        """Sets a key that is deleted when the lease ends."""
         await self._post("kv/put", {"key": _b64(key), "value": _b64(value), "lease": lease})
 
     async def revoke(self, lease: str) -> None:
-        """End a lease, and its keys."""
+        """Ends a lease and deletes its keys."""
         await self._post("lease/revoke", {"ID": lease})
 
     async def _post(self, path: str, body: dict[str, str]) -> bytes:
@@ -131,7 +134,7 @@ class Etcd:
 
 
 def _end_of(prefix: str) -> str:
-    """The first key behind all that begin so: our prefixes end with a slash."""
+    """Returns the first key after all keys with this prefix, which ends with a slash."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 

@@ -1,4 +1,4 @@
-"""JSON from outside, as a record; or an error that names the field, its value, and the remedy."""
+"""Decodes JSON from clients into records; errors name the field, its value and the remedy."""
 
 import re
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ Body = TypeVar("Body")
 
 
 def decode_body(raw: bytes, kind: type[Body]) -> Body:
-    """Check and convert. Raises ApiError 400 with the field, its value, and the remedy."""
+    """Decodes and checks a body. Raises ApiError (400) with the field, its value and the remedy."""
     try:
         try:
             return msgspec.json.decode(raw, type=kind)
@@ -30,7 +30,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
 
 
 def shown(value: object) -> str:
-    """A value for a message: its repr, cut where it is long."""
+    """Returns the repr of a value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 

@@ -1,6 +1,8 @@
-"""Listening: one application, on one address, until told to end."""
+"""Serves one application on one address until a signal or a drain ends it."""
 
 import asyncio
+import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -20,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def url_of(host: str, port: int) -> str:
-    """How a client on this machine reaches what listens on (host, port)."""
+    """Returns the URL at which a client on this machine reaches a server that listens on (host, port)."""
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Listener:
-    """An application with its socket. Handlers are cancelled when their client hangs up."""
+    """An application and its listening socket. A handler is cancelled when its client disconnects."""
 
     def __init__(self, app: web.Application | None, host: str, port: int, *, shutdown_s: float = 5.0) -> None:
-        """`app` may come later: see `start`."""
+        """`app` may also be given to `start`, later."""
         self.host = host
         self.port = port
         self._app = app
@@ -40,15 +42,15 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """Where to reach it, once bound."""
+        """The URL of the server. Valid after `bind`."""
         return url_of(self.host, self.port)
 
     def bind(self) -> None:
-        """Take the port, and answer nobody yet: so a port in use is told before a model is loaded.
+        """Binds the port without answering yet, so that a port in use is reported before a model is loaded.
 
-        Port 0 becomes the port that was taken. Raises ConfigError with the address and the remedy.
+        Port 0 takes a free port; `port` is then that port. Raises ConfigError with the address and the remedy.
         """
-        if not 0 <= self.port <= 65535:  # getaddrinfo would take the remainder
+        if not 0 <= self.port <= 65535:  # getaddrinfo would use the number modulo 65536
             raise ConfigError(f"port {self.port!r} is not between 0 and 65535: give another --port")
         try:
             family, kind, number, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
@@ -61,13 +63,13 @@ class Listener:
         self.port = self._socket.getsockname()[1]
 
     def unbind(self) -> None:
-        """Give the port back, if it is not served yet. Idempotent."""
+        """Releases the port unless it is being served. Idempotent."""
         if self._socket is not None and self._runner is None:
             self._socket.close()
             self._socket = None
 
     async def start(self, app: web.Application | None = None) -> None:
-        """Start the application, then answer. Raises ConfigError as `bind`, which it calls if nobody did."""
+        """Starts the application, then answers requests. Calls `bind` if needed, and raises ConfigError as it does."""
         app = app or self._app
         assert app is not None, "an application is given to the constructor or to start"
         if self._socket is None:
@@ -87,7 +89,7 @@ class Listener:
             raise
 
     async def stop(self) -> None:
-        """Take no new connections, give open ones `shutdown_s`, then cut them. Idempotent."""
+        """Takes no new connections, and closes open ones after at most `shutdown_s`. Idempotent."""
         if self._runner is not None:
             await self._runner.cleanup()
         if self._socket is not None:
@@ -109,41 +111,64 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def check_ready_file(ready_file: str | None) -> None:
-    """Told before a model is loaded: its directory is not there. Raises ConfigError."""
-    if ready_file is not None and not Path(ready_file).absolute().parent.is_dir():
-        raise ConfigError(f"--ready-file {ready_file!r} cannot be written: its directory is not there. Make it first")
+    """Deletes the ready-file of an earlier run. Called before a model is loaded. Raises ConfigError.
+
+    A script that waits for the file would else take the address of a worker that has ended.
+    """
+    if ready_file is None:
+        return
+    path = Path(ready_file).absolute()
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--ready-file {ready_file!r} cannot be written: its directory does not exist. Create it first"
+        )
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--ready-file {ready_file!r} cannot be replaced: {error.strerror or error}") from error
 
 
 def announce(ready_file: str | None, **facts: object) -> None:
-    """Write the ready-file: whole or not at all, so that its existence means ready."""
+    """Writes the ready-file, complete or not at all: a file that exists means ready.
+
+    It is deleted when this process ends, unless another process has replaced it. Raises ConfigError.
+    """
     if ready_file is None:
         return
-    path = Path(ready_file)
+    path = Path(ready_file).absolute()
     partial = path.with_name(path.name + ".partial")
+    content = msgspec.json.encode({"pid": os.getpid(), **facts})
     try:
-        partial.write_bytes(msgspec.json.encode({"pid": os.getpid(), **facts}))
+        partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"--ready-file {ready_file!r} cannot be written: {error.strerror or error}") from error
+    atexit.register(_withdraw, path, content, os.getpid())
+
+
+def _withdraw(path: Path, content: bytes, pid: int) -> None:
+    with contextlib.suppress(OSError):
+        if os.getpid() == pid and path.read_bytes() == content:
+            path.unlink()
 
 
 class Drain(Protocol):
-    """What ends a server gently."""
+    """A way to end a server without cutting off open requests."""
 
     def begin(self, reason: str) -> None:
-        """Take nothing new. Idempotent; never blocks."""
+        """Stops taking new requests. Idempotent; never blocks."""
         ...
 
     async def wait_ended(self) -> None:
-        """Wait until a drain has begun, by whomever, and has ended."""
+        """Waits until a drain has begun and has ended."""
         ...
 
 
 async def serve_until_signal(listener: Listener, drain: Drain | None = None) -> None:
-    """Wait for SIGINT or SIGTERM, then stop the listener. The listener must be started.
+    """Waits for SIGINT or SIGTERM, then stops the listener, which must have been started.
 
-    With `drain`, the first SIGTERM only begins it, and its end stops the listener. SIGINT, or a second SIGTERM, doesn't
-    wait for that.
+    With `drain`, the first SIGTERM begins a drain, and the listener stops when that has ended. SIGINT or a second
+    SIGTERM stops the listener at once.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

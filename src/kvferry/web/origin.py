@@ -1,4 +1,4 @@
-"""What only workers, routers and operators may ask for: no page in a browser."""
+"""Guards endpoints that are for workers, routers and operators, and not for pages in a browser."""
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
@@ -9,21 +9,22 @@ __all__ = ["no_page", "refuse_page"]
 
 
 def refuse_page(request: web.Request) -> None:
-    """Any page can have a browser send a POST to whatever the browser reaches, loopback too; browsers say so.
+    """Raises ApiError (403) for a request with an Origin header.
 
-    Raises ApiError 403 for a request with an Origin.
+    Any page can make a browser send a POST to every address that the browser reaches, loopback included; browsers then
+    add this header.
     """
     if hdrs.ORIGIN in request.headers:
         raise ApiError(
             403,
-            f"{request.path} was asked for by a web page ({hdrs.ORIGIN}: {request.headers[hdrs.ORIGIN]!r}), and is for "
-            "workers, routers and operators only: ask without that header.",
+            f"{request.path} is for workers, routers and operators only, and a web page asked for it "
+            f"({hdrs.ORIGIN}: {request.headers[hdrs.ORIGIN]!r}): send the request without that header.",
             code="web_page",
         )
 
 
 def no_page(handler: Handler) -> Handler:
-    """The handler, for everybody but pages."""
+    """Returns the handler, guarded by `refuse_page`."""
 
     async def guarded(request: web.Request) -> web.StreamResponse:
         refuse_page(request)

@@ -1,4 +1,4 @@
-"""Records that workers and the router exchange over HTTP, and show to users."""
+"""Records that workers and the router exchange over HTTP and show to users."""
 
 import msgspec
 
@@ -11,9 +11,9 @@ HEADER_PREFIX = "x-kvferry-"
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request was served: where each prompt token's KV came from, what that cost, and who did it.
+    """How one request was served: where the KV of each prompt token came from, at what cost, and by which engines.
 
-    The body's `kvferry` object. handed_over + cached + recomputed = prompt tokens.
+    It is the `kvferry` object of a response body. handed_over + cached + recomputed = number of prompt tokens.
     """
 
     handed_over: int = 0
@@ -21,24 +21,27 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     cached: int = 0
     """Prompt tokens found in the prefix cache of the engine that answered."""
     recomputed: int = 0
-    """Prompt tokens that the engine that answered computed itself."""
+    """Prompt tokens that the engine that answered computed itself, also if no other engine was to compute them."""
     why: str = ""
-    """Why it computed them, where another engine should have brought them."""
+    """Why it computed tokens that another engine should have handed over. Empty if there was no reason to."""
     bytes: int = 0
+    """Bytes of KV that were moved to decode."""
     transfer_ms: float = 0.0
+    """How long the move took."""
     wait_ms: float = 0.0
-    grant_ms: float = 0.0
     """From the request's arrival on decode until its KV had landed."""
+    grant_ms: float = 0.0
+    """From the request's arrival on decode until prefill had granted its blocks (pull) or held decode's (push)."""
     runs: int = 0
     """Contiguous pieces that were moved."""
     verified: int = 0
-    """Pieces of KV compared with prefill's by digest."""
+    """Pieces of KV that were compared with prefill's by digest."""
     mode: TransferMode | None = None
-    """None: no hand-off was asked for."""
+    """None: no hand-off was requested."""
     prefill: str | None = None
     """The engine that was to compute the prompt."""
     decode: str | None = None
-    """The engine that computed the answer; None in an answer of prefill, for a hand-off."""
+    """The engine that computed the answer. None in prefill's own response to a hand-off."""
 
     @classmethod
     def of(
@@ -51,7 +54,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         prefill: str | None = None,
         decode: str | None = None,
     ) -> "Served":
-        """From the engine's own records; `reason` is what the router knew, if the engine has no reason of its own."""
+        """Makes the record from the engine's own. `reason` is the router's; the engine's own reason goes first."""
         account = account or PromptAccount()
         timing = timing or HandoffTiming()
         return cls(
@@ -71,7 +74,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def headers(self) -> dict[str, str]:
-        """What is known before the body, as `x-kvferry-...` headers. Values are made printable ASCII."""
+        """Returns what is known before the body as `x-kvferry-...` headers, in printable ASCII."""
         values: dict[str, object] = {
             "handed-over": self.handed_over,
             "cached": self.cached,
@@ -85,34 +88,35 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def header_value(text: str) -> str:
-    """Fit for a header: printable ASCII, at most 400 characters."""
+    """Returns text that is fit for a header: printable ASCII, at most 400 characters."""
     return "".join(c if " " <= c <= "~" else "?" for c in text)[:400]
 
 
 class SideChannelAddress(msgspec.Struct, frozen=True):
-    """Where a worker shakes hands."""
+    """Where a worker answers handshakes."""
 
     host: str = ""
     port: int = 0
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Requests that a worker holds."""
+    """How busy a worker is."""
 
     open_requests: int = 0
+    """Sequences that have not ended."""
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What is left of a worker's cache."""
+    """How much of a worker's cache is left."""
 
     free_blocks: int = 0
-    """Of `Limits.blocks`; blocks that only the prefix cache holds count as free."""
+    """How many of `Limits.blocks` are free, counting blocks that only the prefix cache holds."""
     waiting: int = 0
-    """Requests that have no blocks yet."""
+    """Requests that wait for blocks."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a worker can hold at all. 0: it does not say."""
+    """The most that a worker can hold. 0: not reported."""
 
     max_model_len: int = 0
     block_tokens: int = 0
@@ -120,36 +124,36 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class CacheMark(msgspec.Struct, frozen=True):
-    """Which state of the prefix cache `GET /v1/kvferry/blocks` would tell; the same mark means the same blocks."""
+    """Identifies the state of the prefix cache that `GET /v1/kvferry/blocks` returns: equal marks mean equal blocks."""
 
     version: int = 0
     blocks: int = 0
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /v1/kvferry, as far as the router reads it. Unknown fields are skipped."""
+    """The fields of GET /v1/kvferry that the router reads. Unknown fields are skipped."""
 
     engine: str
     incarnation: str
     role: Role
     mode: TransferMode | None = None
-    """None: it does not say; the router learns it from what prefill returns."""
+    """None: not reported; the router learns it from what prefill returns."""
     kind: str = "kvferry"
-    """Whose server answers: `kvferry`, or `vllm` (which has no GET /v1/kvferry: the router makes this record)."""
+    """Which server answers: `kvferry`, or `vllm`, which has no GET /v1/kvferry: the router makes this record."""
     version: str = ""
     side_channel: SideChannelAddress = SideChannelAddress()
     model: str = ""
     state: str = "ready"
-    """`ready`; else why it takes no new requests: `draining`, or a sentence."""
+    """`ready`, or why it takes no new requests: `draining`, or a sentence."""
     load: Load = Load()
     limits: Limits = Limits()
     room: Room | None = None
-    """None: it does not say."""
+    """None: not reported."""
     cache: CacheMark | None = None
-    """None: it does not tell its blocks."""
+    """None: it does not report the blocks in its prefix cache."""
     abilities: tuple[str, ...] = ()
-    """What it can do beyond the first release: `first-token` (an answer to a hand-off begins with prefill's first
-    token, alone in its event), `meet` (POST /v1/kvferry/meet), `prompt-blocks` (prefill tells the prompt's block
-    hashes if asked)."""
+    """Abilities added since the first release: `first-token` (the answer to a hand-off begins with prefill's first
+    token, alone in its event), `meet` (POST /v1/kvferry/meet), `prompt-blocks` (prefill returns the hashes of the
+    prompt's blocks on request)."""
     facts: msgspec.Raw = msgspec.Raw(b"null")
     protocol: msgspec.Raw = msgspec.Raw(b"null")

@@ -1,8 +1,9 @@
-"""What a worker remembers of the requests that it answered lately, stage by stage: GET /v1/kvferry/trace.
+"""Records of GET /v1/kvferry/trace: the stages of the requests that a worker answered lately.
 
-Every time is of the worker's own monotonic clock, in seconds; nobody else can read it as it is. The answer therefore
-says when the question came and when the answer left, by that clock: with the times at which the router sent the
-question and had the answer, that is a sample of the offset between the two clocks (RFC 5905, section 8).
+Every time is read from the worker's own monotonic clock, in seconds, and means nothing to another process by itself.
+The answer therefore says when the question arrived and when the answer left, by that clock. Together with the times at
+which the router sent the question and received the answer, this is a sample of the offset between the two clocks
+(RFC 5905, section 8).
 """
 
 import msgspec
@@ -12,17 +13,17 @@ from kvferry.stats import StageTimes
 __all__ = ["MAX_ASKED", "TRACE_PATH", "HandoffTotals", "Stage", "StageReport", "TraceAnswer", "stages_of"]
 
 TRACE_PATH = "/v1/kvferry/trace"
-"""`?request=ID`, repeated: at most MAX_ASKED. Without one: only the clock and the totals."""
+"""Takes `?request=ID`, repeated up to MAX_ASKED times. Without it, only the clock and the totals are returned."""
 MAX_ASKED = 64
 
 
 class Stage(msgspec.Struct, frozen=True):
     """One part of a request's time on a worker.
 
-    `queue`: until it has blocks, and is computed or waits for KV. `handshake`: from there until the transfer begins:
-    the peer is met, prefill may still work (pull begins when it has ended; push when the blocks are registered).
-    `transfer`: until the last byte is there. `prefill`: the prompt, or what is left of it, is computed, to the first
-    token. `decode`: from the first token to the last.
+    `queue`: until the request has blocks, and is computed or waits for KV. `handshake`: from there until the transfer
+    begins, while engines shake hands and prefill may still compute (pull begins when prefill has ended; push when the
+    blocks are registered). `transfer`: until the last byte has landed. `prefill`: the prompt, or the rest of it, is
+    computed, until the first token. `decode`: from the first token to the last.
     """
 
     name: str
@@ -31,13 +32,13 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as this worker saw it."""
+    """The stages of one request on this worker."""
 
     request_id: str
     received_s: float
-    """Its HTTP request had been read."""
+    """When its HTTP request had been read."""
     began_s: float
-    """Its answer began."""
+    """When its answer began."""
     ended_s: float
     status: int
     stages: tuple[Stage, ...] = ()
@@ -48,7 +49,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffTotals(msgspec.Struct, frozen=True):
-    """What decode has had from one prefill engine since decode's start."""
+    """What decode has received from one prefill engine since decode started."""
 
     landed: int = 0
     failed: int = 0
@@ -56,28 +57,28 @@ class HandoffTotals(msgspec.Struct, frozen=True):
     transfer_s: float = 0.0
 
     def plus(self, *, landed: bool, num_bytes: int, transfer_s: float) -> "HandoffTotals":
-        """With one more hand-off that was asked for."""
+        """Returns the totals with one more hand-off."""
         return HandoffTotals(
             self.landed + landed, self.failed + (not landed), self.bytes + num_bytes, self.transfer_s + transfer_s
         )
 
 
 class TraceAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. Unknown fields are skipped."""
+    """The answer to GET /v1/kvferry/trace. Unknown fields are skipped."""
 
     engine: str
     incarnation: str = ""
     received_s: float
-    """When this question came, by the worker's clock."""
+    """When the question arrived, by the worker's clock."""
     now_s: float
-    """When this answer left."""
+    """When the answer left, by the worker's clock."""
     requests: tuple[StageReport, ...] = ()
     handoffs: dict[str, HandoffTotals] = {}
-    """By the id of the prefill engine."""
+    """Maps the id of a prefill engine to its totals."""
 
 
 def stages_of(times: StageTimes) -> tuple[Stage, ...]:
-    """The stages between the moments that an engine noted, in the order in which they began."""
+    """Returns the stages between the moments that an engine recorded, in the order in which they began."""
     found: list[Stage] = []
 
     def add(name: str, begin_s: float | None, end_s: float | None) -> None:
@@ -88,6 +89,6 @@ def stages_of(times: StageTimes) -> tuple[Stage, ...]:
     add("queue", times.arrived_s, min(begins, default=None))
     add("handshake", times.reserved_s, times.landing_s)
     add("transfer", times.landing_s, times.landed_s)
-    add("prefill", times.computing_s, times.first_token_s)  # not if prefill chose the first token: it came before
+    add("prefill", times.computing_s, times.first_token_s)  # absent if prefill chose the first token: it came before
     add("decode", times.first_token_s, times.ended_s)
     return tuple(found)

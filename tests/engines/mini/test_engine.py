@@ -198,7 +198,7 @@ def test_bad_prompts_are_refused(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(RequestError, match="no tokens"):
         engine.add(ask("r", []))
-    with pytest.raises(RequestError, match="token id 320; this model knows 0 to 319"):
+    with pytest.raises(RequestError, match="token id 320; this model has ids 0 to 319"):
         engine.add(ask("r", [5, 320]))
     with pytest.raises(RequestError, match="token id -1"):
         engine.add(ask("r", [-1]))

@@ -1,4 +1,4 @@
-"""What goes into the embedded engine and what comes out: the records between engine and server."""
+"""The records that go into the embedded engine and come out of it: requests, sampling parameters, outputs."""
 
 import math
 from collections.abc import Mapping
@@ -42,18 +42,18 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. Checked when made: RequestError names the field, its value and the range."""
+    """How to choose tokens. Values are checked: RequestError names the field, its value and the range."""
 
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """0: all."""
+    """How many of the most likely tokens are considered; 0: all."""
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    """Draw i of a seeded request depends on (seed, i) alone: the same after preemption and after a hand-off."""
+    """Random number i of a seeded request depends on (seed, i) only: it is the same after preemption and hand-off."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -62,7 +62,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """How many of the most likely tokens to report beside the chosen one; None: no logprobs."""
+    """How many of the most likely tokens to report besides the chosen one; None: no logprobs."""
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -73,11 +73,11 @@ class SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens!r} is above max_tokens={self.max_tokens!r}: lower it")
         if "" in self.stop:
-            raise RequestError("stop: an empty string is in it, which would end every answer at once: take it out")
+            raise RequestError("stop contains an empty string, which would end every answer at once: remove it")
         if len(self.stop) > _MAX_STOPS:
             raise RequestError(f"stop: {len(self.stop)} strings; send at most {_MAX_STOPS}")
         if any(len(stop) > _MAX_STOP_CHARS for stop in self.stop):
-            raise RequestError(f"stop: a string of over {_MAX_STOP_CHARS} characters is in it: take it out")
+            raise RequestError(f"stop contains a string of over {_MAX_STOP_CHARS} characters: remove it")
         if len(self.stop_token_ids) > _MAX_IDS or len(self.logit_bias) > _MAX_IDS:
             raise RequestError(
                 f"stop_token_ids has {len(self.stop_token_ids)} entries and logit_bias {len(self.logit_bias)}; "
@@ -92,17 +92,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One sequence to compute (`n` > 1 is n of these)."""
+    """One sequence to compute; a client's request with `n` choices is n of these."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     handoff: HandoffParams | None = None
-    """kv_transfer_params: to compute only the prompt for another engine, or to take the prompt's KV from one."""
+    """kv_transfer_params: compute only the prompt, for another engine; or take the prompt's KV from another engine."""
     on_failure: FailurePolicy | None = None
-    """What to do if that KV does not arrive; None: what the worker's settings say."""
+    """What to do if that KV does not arrive; None: as the worker's settings say."""
     first_token_sent: bool = False
-    """The client has the hand-off's first token already: go on from it, whatever becomes of the KV."""
+    """The client has the hand-off's first token already: continue from it, whether or not the KV arrives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +119,22 @@ class Output:
 
     request_id: RequestId
     token_ids: tuple[int, ...] = ()
-    """New tokens."""
+    """The new tokens."""
     text: str = ""
-    """New text: whole characters only, and nothing that may turn out to be the start of a stop string."""
+    """The new text: complete characters only, without an end that may be the start of a stop string."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One a new token, if they were asked for."""
+    """One per new token, if they were requested."""
     finish_reason: FinishReason | None = None
     """Set once, on the last Output of a request."""
     stop_reason: int | str | None = None
     """The stop token or string that ended it."""
     error: str | None = None
-    """With ERROR: what happened, and the remedy."""
+    """What happened and the remedy, if finish_reason is ERROR."""
     account: PromptAccount | None = None
-    """Where the prompt's KV came from; on the first Output that has tokens, and on the last."""
+    """Where the prompt's KV came from. Set on the first Output with tokens, and on the last one."""
     handoff: HandoffParams | None = None
-    """On the last Output of a do_remote_decode request: what the decode side needs."""
+    """What decode needs. Set on the last Output of a do_remote_decode request."""
     timing: HandoffTiming | None = None
-    """On the last Output of a request whose KV came from another engine."""
+    """Set on the last Output of a request whose KV came from another engine."""
     stages: StageTimes | None = None
-    """On the last Output."""
+    """Set on the last Output."""

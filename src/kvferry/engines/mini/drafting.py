@@ -1,8 +1,8 @@
-"""The engine's side of speculation: what is asked of drafters after each step, and how many drafts stood.
+"""The engine's side of speculation: it asks the drafter for drafts after each step, and counts accepted ones.
 
-One step of a request that decodes: its last known token and its drafts are computed together with everybody else's;
-`verify` says which stand; `note` keeps what the drafter must be told; once the tokens are appended, `draft` has the
-next drafts made. On the engine's thread.
+In one step of a decoding request, its last known token and its drafts are computed in the batch of all requests;
+`rejection.verify` decides which drafts are accepted; `record` keeps what the drafter will need; after the tokens have
+been appended, `draft` gets the next drafts. Everything runs on the engine's thread.
 """
 
 import logging
@@ -31,53 +31,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ComputedChunk:
-    """A request as it stands behind a step, before it may have ended."""
+    """A request after a step has computed a chunk of it, recorded before the request may end."""
 
     request: Request
     first: int
-    """Where the step began for it."""
+    """The first position of the chunk."""
     num_computed: int
     tables: tuple[BlockTable, ...]
 
 
 class Speculation:
-    """Of one engine, for as long as its ranks live."""
+    """Speculation in one engine, for as long as its ranks live."""
 
     def __init__(
-        self, card: DrafterInfo, executor: Executor, *, max_model_len: int, seed_of: Callable[[Request], int]
+        self, drafter: DrafterInfo, executor: Executor, *, max_model_len: int, seed_of: Callable[[Request], int]
     ) -> None:
-        """`seed_of`: what a request's choices by chance come from."""
-        self.card = card
+        """`seed_of` returns the seed of a request's random choices."""
+        self.drafter = drafter
         self._seed_of = seed_of
         self._draft_probs: dict[RequestId, torch.Tensor] = {}
-        """From which the drafts of a request were drawn, if they were."""
+        """Per request, the distributions from which its drafts were sampled."""
         self._executor = executor
         self._max_model_len = max_model_len
         self._counter = AcceptanceCounter()
         self._keys: dict[RequestId, str] = {}
         self._forgotten: list[str] = []
-        if card.starts_cold:
+        if drafter.starts_cold:
             logger.warning(
-                "drafter starts cold method=%s: behind a prompt that was handed over it has nothing to read at first, "
-                "and fewer drafts are accepted",
-                card.speculative.settings.method,
+                "drafter starts cold method=%s: after a prompt that was handed over its cache is empty, and fewer "
+                "drafts are accepted",
+                drafter.speculative.settings.method,
             )
-        if card.speculative.settings.unsafe_without_backoff:
+        if drafter.speculative.settings.unsafe_without_backoff:
             logger.warning(
                 "UNSAFE: speculation.unsafe_without_backoff is on: prefill hands over the whole prompt with unverified "
-                "drafts in the drafter's cache, and decode's drafter reads tokens %d places off; answers stay right, "
-                "and nearly all drafts are rejected. For `python -m benchmarks.spec` alone: take it away to serve",
-                prefill_backoff(mamba=False, lookahead=card.speculative.num_prefill_lookahead_tokens),
+                "drafts in the drafter's cache, and decode's drafter reads tokens %d places off. Answers stay right, "
+                "and nearly all drafts are rejected. It is only for `python -m benchmarks.spec`: remove it to serve",
+                prefill_backoff(mamba=False, lookahead=drafter.speculative.num_prefill_lookahead_tokens),
             )
-        self._text = None if card.config is not None else _text_drafter(card)
+        self._text = None if drafter.config is not None else _text_drafter(drafter)
 
     @property
     def acceptance(self) -> Acceptance:
-        """Since the start."""
+        """The counts since the engine started."""
         return self._counter.read()
 
     def key(self, request: Request) -> str:
-        """Under which a drafter keeps what it knows of a request; another one after each new start."""
+        """Returns the key under which a drafter keeps a request's state; it changes when the request starts again."""
         key = f"{request.request_id}#{request.num_preemptions}"
         old = self._keys.get(request.request_id)
         if old is not None and old != key:
@@ -86,12 +86,12 @@ class Speculation:
         return key
 
     def take_forgotten(self) -> tuple[str, ...]:
-        """Keys for StepInput.forget."""
+        """Returns the keys of requests that drafters can forget, once."""
         now, self._forgotten = self._forgotten, []
         return tuple(now)
 
     def ended(self, request: Request) -> None:
-        """Every request, once."""
+        """Forgets a request. Called once per request."""
         self._draft_probs.pop(request.request_id, None)
         key = self._keys.pop(request.request_id, None)
         if key is not None:
@@ -100,69 +100,72 @@ class Speculation:
             self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
 
     def draft_probs(self, chunks: Sequence[ScheduledChunk]) -> list[torch.Tensor | None]:
-        """For `verify`: from which the drafts of these shares were drawn; None for likeliest tokens."""
+        """Returns the distributions from which each chunk's drafts were sampled; None for the drafter's likeliest
+        tokens."""
         found = [self._draft_probs.get(chunk.request.request_id) if chunk.drafts else None for chunk in chunks]
         return [None if each is None else each[: len(chunk.drafts)] for each, chunk in zip(found, chunks, strict=True)]
 
     def count(self, chunk: ScheduledChunk, num_chosen: int) -> None:
-        """A share's drafts were verified: that many tokens came out of it."""
+        """Counts a chunk's drafts after their verification, which gave `num_chosen` tokens."""
         self._counter.count(len(chunk.drafts), num_chosen - 1)
         chunk.request.drafts = ()
 
-    def note(self, chunks: Sequence[ScheduledChunk], computed: Sequence[int]) -> list[ComputedChunk]:
-        """`computed`: tokens of each request whose KV is that of known tokens."""
+    def record(self, chunks: Sequence[ScheduledChunk], computed: Sequence[int]) -> list[ComputedChunk]:
+        """Returns what `draft` needs after the step. `computed`: per request, how many known tokens have their KV."""
         if self._text is not None:
             return [ComputedChunk(chunk.request, 0, count, ()) for chunk, count in zip(chunks, computed, strict=True)]
         pairs = zip(chunks, computed, strict=True)
         return [ComputedChunk(chunk.request, chunk.start, count, chunk.request.tables) for chunk, count in pairs]
 
-    def draft(self, notes: Sequence[ComputedChunk]) -> None:
-        """The tokens of the step are appended, and some requests have ended: make the next drafts."""
+    def draft(self, chunks: Sequence[ComputedChunk]) -> None:
+        """Gets the next drafts. Called after the step's tokens were appended and some requests have ended."""
         if self._text is not None:
-            for note in notes:
-                request = note.request
-                if count := self._num_drafts(note):
+            for chunk in chunks:
+                request = chunk.request
+                if count := self._num_drafts(chunk):
                     request.drafts = tuple(self._text.propose(request.request_id, request.tokens, count))
             return
-        wanted = [note for note in notes if note.request.for_remote or note.request.state is State.RUNNING]
+        wanted = [chunk for chunk in chunks if chunk.request.for_remote or chunk.request.state is State.RUNNING]
         if wanted:
             output = self._executor.draft(DraftInput(tuple(map(self._draft_chunk, wanted))))
             draft_probs = output.draft_probs or (None,) * len(wanted)
-            for note, drafts, each in zip(wanted, output.drafts, draft_probs, strict=True):
-                if note.request.state is not State.RUNNING:
+            for chunk, drafts, each in zip(wanted, output.drafts, draft_probs, strict=True):
+                if chunk.request.state is not State.RUNNING:
                     continue
-                note.request.drafts = drafts
+                chunk.request.drafts = drafts
                 if each is not None:
-                    self._draft_probs[note.request.request_id] = each
+                    self._draft_probs[chunk.request.request_id] = each
 
     def adopted(self, request: Request) -> None:
-        """Prefill's first token was taken over, and nothing was computed: whoever drafts from the text can do so now;
-        others have no hidden state yet."""
+        """Drafts for a request that has taken over prefill's first token and computed nothing.
+
+        Only drafters that know the text alone can do so; others have no hidden state yet.
+        """
         if self._text is not None:
             self.draft([ComputedChunk(request, 0, request.num_computed, ())])
 
-    def _num_drafts(self, note: ComputedChunk) -> int:
-        """No more than can be of use: the last token of an answer is never computed."""
-        request = note.request
-        if request.state is not State.RUNNING or request.for_remote or note.num_computed != len(request.tokens) - 1:
+    def _num_drafts(self, chunk: ComputedChunk) -> int:
+        """Returns how many drafts can be of use: the last token of an answer is never computed."""
+        request = chunk.request
+        if request.state is not State.RUNNING or request.for_remote or chunk.num_computed != len(request.tokens) - 1:
             return 0
         left = request.num_prompt_tokens + request.sampling.max_tokens - len(request.tokens)
-        return max(0, min(self.card.speculative.num_tokens, left - 1, self._max_model_len - len(request.tokens)))
+        return max(0, min(self.drafter.speculative.num_tokens, left - 1, self._max_model_len - len(request.tokens)))
 
-    def _draft_chunk(self, note: ComputedChunk) -> DraftChunk:
-        request, speculative = note.request, self.card.speculative
+    def _draft_chunk(self, chunk: ComputedChunk) -> DraftChunk:
+        request, speculative = chunk.request, self.drafter.speculative
         cold = request.draft_cache_start > 0
         model = speculative.settings.method == "draft_model"
-        first = 0 if cold and model else max(0, note.first - speculative.num_modules)
-        # As many tokens as any module can read behind what is computed; of a long prompt that is not all.
-        stop = max(note.num_computed, note.first) + 1 + speculative.num_modules
-        num_drafts = self._num_drafts(note)
+        first = 0 if cold and model else max(0, chunk.first - speculative.num_modules)
+        # As many tokens after the computed ones as any module can read: not all of a long prompt.
+        stop = max(chunk.num_computed, chunk.first) + 1 + speculative.num_modules
+        num_drafts = self._num_drafts(chunk)
         return DraftChunk(
             key=self._keys.get(request.request_id) or f"{request.request_id}#{request.num_preemptions}",
             first=first,
             tokens=tuple(request.tokens[first : len(request.tokens) if num_drafts else stop]),
-            num_computed=note.num_computed,
-            tables=note.tables,
+            num_computed=chunk.num_computed,
+            tables=chunk.tables,
             num_drafts=num_drafts,
             base=0 if model else request.draft_cache_start,
             cold=cold and model,
@@ -170,14 +173,14 @@ class Speculation:
         )
 
     def _draft_sampling(self, request: Request) -> DraftSampling | None:
-        probabilistic = self.card.speculative.settings.draft_sample_method == "probabilistic"
+        probabilistic = self.drafter.speculative.settings.draft_sample_method == "probabilistic"
         if not probabilistic or request.sampling.temperature < GREEDY_BELOW:
             return None
         return DraftSampling(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
 
 
-def _text_drafter(card: DrafterInfo) -> TextDrafter:
-    settings = card.speculative.settings
+def _text_drafter(drafter: DrafterInfo) -> TextDrafter:
+    settings = drafter.speculative.settings
     if settings.method == "ngram":
         return NgramDrafter(shortest=settings.prompt_lookup_min, longest=settings.prompt_lookup_max)
     return SuffixDrafter(

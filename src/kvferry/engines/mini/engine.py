@@ -1,17 +1,17 @@
-"""The embedded engine: requests in, tokens out, a step at a time.
+"""The embedded engine: takes requests and returns tokens, one step at a time.
 
 One step, in order (see `Engine.step`):
 
-1. what the connector's worker halves have done is fetched: landed requests run, failed ones start again, blocks come
-   back
-2. the scheduler plans: who runs, how many tokens each, in which blocks
-3. the plan, and the connector's orders to its worker halves, go to the executor: one rank here, or many processes
-4. the logits of the oldest step on its way come back; a token is chosen for each request that has got that far
-5. books are kept: progress, prefix cache, answers, ends
-6. what prefill hands over goes to the worker halves
+1. The reports of the connector's worker halves are applied: landed requests run, failed ones start again, and blocks
+   are released.
+2. The scheduler plans which requests run, how many tokens of each are computed, and in which blocks.
+3. The plan, and the connector's orders to its worker halves, go to the executor: one rank here, or many processes.
+4. The logits of the oldest submitted step come back, and tokens are chosen for each request that needs one.
+5. Progress, prefix cache and answers are updated, and finished requests end.
+6. What prefill hands over is ordered from the worker halves.
 
-With pipeline stages, 2 and 3 are repeated until every stage has something to do: so many steps are on their way at
-once, of different requests.
+With pipeline stages, 2 and 3 are repeated until every stage has work: that many steps, of different requests, are in
+flight at once.
 
 The states of a request are at the top of scheduler.py. Not thread-safe: one thread calls everything.
 """
@@ -69,47 +69,47 @@ class Engine:
         clock: Clock | None = None,
         revive: Revive | None = None,
     ) -> None:
-        """`executor` has the worker halves of `connector`, and is closed by `close`. `revive`: what to go on with when
-        ranks have died; None: RanksLost is raised by `step`."""
+        """`executor` has the worker halves of `connector`, and `close` closes it. `revive` returns a new executor and
+        connector after ranks have died; None: `step` raises RanksLost."""
         self.model = model
         self.settings = settings
         self.tokenizer = model.tokenizer
         self.max_model_len = min(settings.max_model_len or model.config.max_positions, model.config.max_positions)
         self._revive = revive
-        self._down = False
-        """Ranks have died, and no new ones were started yet."""
+        self._ranks_lost = False
+        """Ranks have died, and new ones have not been started yet."""
         self._wake: Callable[[], None] = lambda: None
         self._in_flight: deque[StepPlan] = deque()
-        """Plans that were submitted and not collected."""
+        """Plans that were submitted and not collected yet."""
         self._clock = clock or MonotonicClock()
         self._eos = frozenset(model.config.eos_token_ids)
         if not self._eos and model.tokenizer.eos_token_id is not None:
             self._eos = frozenset((model.tokenizer.eos_token_id,))
         self._requests: dict[RequestId, Request] = {}
         self._number = 0
-        self._unclean: list[int] = []
-        """Blocks to be cleared with the next step, besides those that the scheduler gives out."""
+        self._blocks_to_clear: list[int] = []
+        """Blocks to clear in the next step, besides those that the scheduler allocates."""
         self._ended: list[Output] = []
         self._counters = Counters()
         self._drafter: DrafterInfo | None = find_drafter(settings, model)
-        self._equip(executor, connector)
+        self._use_ranks(executor, connector)
 
     @classmethod
     def load(cls, settings: EngineSettings, clock: Clock | None = None) -> "Engine":
-        """An engine without a connector: load the model and make the cache, here or in rank processes."""
+        """Returns an engine without a connector. Loads the model and makes the cache, here or in rank processes."""
         model, executor = build_executor(settings)
         return cls(model, executor, settings, clock=clock)
 
-    def _equip(self, executor: Executor, connector: SchedulerHalf | None) -> None:
-        """Begin with nothing in the cache."""
+    def _use_ranks(self, executor: Executor, connector: SchedulerHalf | None) -> None:
+        """Takes these ranks into use, with an empty cache."""
         settings = self.settings
         self.executor = executor
         self._connector = connector
-        card = self._drafter
+        drafter = self._drafter
         self._speculation: Speculation | None = None
-        if card is not None:
-            self._speculation = Speculation(card, executor, max_model_len=self.max_model_len, seed_of=self._seed)
-        modules = card.speculative.num_modules if card else 0
+        if drafter is not None:
+            self._speculation = Speculation(drafter, executor, max_model_len=self.max_model_len, seed_of=self._seed)
+        modules = drafter.speculative.num_modules if drafter else 0
         self.blocks = BlockManager(executor.num_blocks, prefix_caching=settings.prefix_caching)
         self.scheduler = Scheduler(
             self.blocks,
@@ -118,11 +118,11 @@ class Engine:
             max_batch_tokens=settings.max_batch_tokens,
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
-            # One module's slots more than R34 asks: a decode engine that drafts deeper looks back further.
-            lookahead=max(card.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and card else 0,
+            # R34 and the slots of one module more: a decode engine that drafts deeper looks back further.
+            lookahead=max(drafter.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and drafter else 0,
             trailing_dependency=modules,
-            slots_ahead=card.num_slots_ahead if card else 0,
-            drafter_starts_cold=card is not None and card.starts_cold,
+            slots_ahead=drafter.num_slots_ahead if drafter else 0,
+            drafter_starts_cold=drafter is not None and drafter.starts_cold,
             connector=connector,
         )
         self._handoff_results = HandoffResults(
@@ -131,26 +131,26 @@ class Engine:
         executor.on_report(lambda: self._wake())
 
     def on_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on some other thread, when `has_work` has become true by itself."""
+        """Calls `wake`, on another thread, whenever `has_work` becomes true without a call to this engine."""
         self._wake = wake
 
     # Requests come and go
 
     def add(self, spec: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError, or RequestTooLong if it can never be finished here.
+        """Queues a request. Raises RequestError, or RequestTooLong if it can never be finished here.
 
-        Where ranks have died it blocks until others are there.
+        Blocks, after ranks have died, until new ones are ready.
         """
-        if self._down:
-            self._go_on()
+        if self._ranks_lost:
+            self._restart_ranks()
         prompt, vocab = spec.prompt_token_ids, self.model.config.vocab_size
         if spec.request_id in self._requests:
-            raise RequestError(f"request_id={spec.request_id!r} is in use. Take another one.")
+            raise RequestError(f"request_id={spec.request_id!r} is in use. Use another one.")
         if not prompt:
             raise RequestError("the prompt has no tokens. Send at least one.")
         wrong = next((token for token in prompt if not 0 <= token < vocab), None)
         if wrong is not None:
-            raise RequestError(f"the prompt has the token id {wrong!r}; this model knows 0 to {vocab - 1}.")
+            raise RequestError(f"the prompt has the token id {wrong!r}; this model has ids 0 to {vocab - 1}.")
         for_remote = spec.handoff is not None and spec.handoff.do_remote_decode
         max_tokens = 1 if for_remote else spec.sampling.max_tokens
         self._check_length(len(prompt), max_tokens)
@@ -182,62 +182,62 @@ class Engine:
             )
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request at once; the next step tells. Unknown ids, and ended ones, are no error."""
+        """Ends a request at once; the next step returns its last output. Unknown and ended ids are ignored."""
         request = self._requests.get(request_id)
         if request is not None:
             self._ended.append(self._end(request, Finish(FinishReason.ABORT), aborted=True))
 
     def has_work(self) -> bool:
-        """Stepping has a point."""
-        return bool(self._requests or self._ended or self._down or self.executor.has_reports) or (
+        """Returns whether `step` has anything to do."""
+        return bool(self._requests or self._ended or self._ranks_lost or self.executor.has_reports) or (
             self._connector is not None and self._connector.has_pending_work()
         )
 
     def close(self) -> None:
-        """End the ranks and their worker halves. The engine is not to be stepped again."""
+        """Ends the ranks and their worker halves. The engine must not be stepped again."""
         self.executor.close()
 
     # The step
 
     def step(self) -> list[Output]:
-        """Compute once. With nothing to compute (hand-offs pending) it returns at once: then wait about 1 ms.
+        """Runs one step. With nothing to compute (hand-offs pending) it returns at once: wait about 1 ms then.
 
-        When ranks have died, every request ends with an error, and the step after that blocks until others are there;
-        or RanksLost is raised, and the engine is at its end.
+        When ranks have died, every request ends with an error, and the step after that blocks until new ranks are
+        ready; without `revive`, RanksLost is raised and the engine cannot be used any more.
         """
-        if self._down:
-            self._go_on()
+        if self._ranks_lost:
+            self._restart_ranks()
         outputs, self._ended = self._ended, []
         try:
             self._step(outputs)
         except RanksLost as error:
             if self._revive is None:
                 raise
-            self._break_off(str(error), outputs)
+            self._lose_ranks(str(error), outputs)
         return outputs
 
     def _step(self, outputs: list[Output]) -> None:
         reports = self.executor.reports()
         if self._connector is not None:
-            self._settle(self._connector.update(reports), outputs)
+            self._apply_handoffs(self._connector.update(reports), outputs)
         while len(self._in_flight) < self.executor.depth and self._submit(outputs):
             pass
         if self._in_flight:
             self._collect(self._in_flight.popleft(), outputs)
         if self._connector is not None and any(output.handoff is not None for output in outputs):
-            # Not with the next step: before it the answer goes to the client, and that takes the interpreter lock.
+            # Not in the next step: the answer goes to the client before that, which takes the interpreter lock.
             self.executor.submit(StepInput(()), self._connector.build_orders())
 
     def _submit(self, outputs: list[Output]) -> bool:
-        """Plan a step and send it on its way. False: there was nothing to compute."""
+        """Plans and submits a step. Returns False if there was nothing to compute."""
         depth, num_running = self.executor.depth, len(self.scheduler.running)
-        # With several stages each step takes its part of the requests, so that there is one for every stage.
+        # With several stages a step takes a part of the requests, so that there is a step for every stage.
         plan = self.scheduler.schedule(max_chunks=None if depth == 1 else max(1, -(-num_running // depth)))
-        self._note_stages(plan)  # before the executor, which may compute at once
+        self._record_stages(plan)  # before `submit`, which may compute at once
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
-        unclean, self._unclean = (*self._unclean, *plan.changes.fresh), []
-        if plan.chunks or unclean or plan.changes.copies or orders:
-            self.executor.submit(self._numbers(plan, unclean), orders)
+        to_clear, self._blocks_to_clear = (*self._blocks_to_clear, *plan.changes.fresh), []
+        if plan.chunks or to_clear or plan.changes.copies or orders:
+            self.executor.submit(self._step_input(plan, to_clear), orders)
         if plan.chunks:
             self._in_flight.append(plan)
             for chunk in plan.chunks:
@@ -247,8 +247,8 @@ class Engine:
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
         return bool(plan.chunks)
 
-    def _numbers(self, plan: StepPlan, unclean: Sequence[int]) -> StepInput:
-        """What the ranks are told of a plan."""
+    def _step_input(self, plan: StepPlan, to_clear: Sequence[int]) -> StepInput:
+        """Returns a plan as the ranks receive it."""
         speculation = self._speculation
         chunks = tuple(
             ChunkInput(
@@ -262,10 +262,10 @@ class Engine:
             for chunk in plan.chunks
         )
         forget = speculation.take_forgotten() if speculation is not None else ()
-        return StepInput(chunks, clear=tuple(unclean), copies=tuple(plan.changes.copies), forget=forget)
+        return StepInput(chunks, clear=tuple(to_clear), copies=tuple(plan.changes.copies), forget=forget)
 
-    def _note_stages(self, plan: StepPlan) -> None:
-        """Who is computed, or waits for KV, for the first time."""
+    def _record_stages(self, plan: StepPlan) -> None:
+        """Records when a request is first computed, and when it first waits for KV."""
         now_s = self._clock.now_s()
         for chunk in plan.chunks:
             if chunk.request.stages.computing_s is None:
@@ -275,23 +275,23 @@ class Engine:
                 request.stages = replace(request.stages, reserved_s=now_s)
 
     def _collect(self, plan: StepPlan, outputs: list[Output]) -> None:
-        """Wait for the oldest step on its way."""
+        """Waits for the oldest submitted step and applies its results."""
         logits = self.executor.collect().logits
         self._counters.steps += 1
         for chunk in plan.chunks:
             chunk.request.in_flight = False
-        chosen = self._choose(plan, logits) if logits is not None else {}
+        chosen = self._sample(plan, logits) if logits is not None else {}
         alive = [chunk for chunk in plan.chunks if chunk.request.state is not State.FINISHED]
-        notes = self._keep_books(alive, chosen)
+        computed = self._record_progress(alive, chosen)
         outputs += [self._append(chunk.request, chosen[chunk.request]) for chunk in alive if chunk.request in chosen]
         open_ones = [chunk.request for chunk in alive if chunk.request.state is not State.FINISHED]
         left = [request for request in open_ones if request.num_deferred and request.num_uncomputed <= 0]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
         if self._speculation is not None:
-            self._speculation.draft(notes)
+            self._speculation.draft(computed)
 
-    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[SampledToken]]:
-        """The new tokens of each request that got that far: one, and the drafts that stood before it."""
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[SampledToken]]:
+        """Returns the new tokens of each request that gets any: the accepted drafts, and one more."""
         wanted: list[int] = []
         ready: list[ScheduledChunk] = []
         at = 0
@@ -320,17 +320,18 @@ class Engine:
         seed = request.sampling.seed
         return int(uniform(self.settings.seed, request.number) * 2**53) if seed is None else seed
 
-    def _keep_books(
+    def _record_progress(
         self, chunks: Sequence[ScheduledChunk], chosen: dict[Request, list[SampledToken]]
     ) -> list[ComputedChunk]:
-        """The KV of these shares is stored; that of drafts which fell is not the request's."""
+        """Records the progress of these chunks, whose KV is stored. Rejected drafts do not count."""
         counts = []
         for chunk in chunks:
             request = chunk.request
             known = chunk.stop - len(chunk.drafts)
             counts.append(known + (len(chosen[request]) - 1 if chunk.drafts else 0))
             if counts[-1] < chunk.stop and self.scheduler.groups.has_state:
-                # A state cannot lose a token again: the one before the step, and what stood is computed once more.
+                # A token cannot be taken out of a state: restore the one before the step, and compute accepted drafts
+                # again.
                 self.scheduler.groups.restore_state(request)
                 request.computed(chunk.start)
             else:
@@ -344,7 +345,7 @@ class Engine:
         for chunk in chunks:
             if chunk.drafts:
                 self._speculation.count(chunk, len(chosen[chunk.request]))
-        return self._speculation.note(chunks, counts)
+        return self._speculation.record(chunks, counts)
 
     def _append(self, request: Request, chosen: Sequence[SampledToken]) -> Output:
         first, finish = request.first_token, None
@@ -379,7 +380,7 @@ class Engine:
         )
 
     def _end(self, request: Request, finish: Finish, *, aborted: bool = False, error: str | None = None) -> Output:
-        """Every request ends here, once."""
+        """Ends a request. Called once per request."""
         output = self._output(request, finish)
         self.scheduler.remove(request)
         request.state = State.FINISHED
@@ -403,16 +404,16 @@ class Engine:
 
     # Hand-offs
 
-    def _settle(self, outcome: Outcome, outputs: list[Output]) -> None:
-        """What became of hand-offs since the last step."""
-        follow_up = self._handoff_results.settle(outcome)
-        self._unclean += follow_up.unclean
+    def _apply_handoffs(self, outcome: Outcome, outputs: list[Output]) -> None:
+        """Applies the results of hand-offs since the last step."""
+        follow_up = self._handoff_results.apply(outcome)
+        self._blocks_to_clear += follow_up.blocks_to_clear
         outputs += [output for request in follow_up.adopt if (output := self._adopt(request)) is not None]
         for request, reason in follow_up.fatal:
             outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=reason))
 
     def _adopt(self, request: Request) -> Output | None:
-        """The other engine has chosen the first token: no prompt token is computed here."""
+        """Starts a request whose first token prefill has chosen: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
         output = self._append(request, [self._as_sent(request, first)])
@@ -421,42 +422,42 @@ class Engine:
         return output
 
     def _as_sent(self, request: Request, first: FirstToken) -> SampledToken:
-        """The other engine's first token, as if it were chosen here."""
+        """Returns prefill's first token as if it had been chosen here."""
         logprobs = None
         if request.sampling.logprobs is not None and first.logprob is not None:
             logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: request.sampling.logprobs])
         return SampledToken(first.token, logprobs)
 
-    # Ranks that die
+    # When ranks die
 
-    def _break_off(self, reason: str, outputs: list[Output]) -> None:
-        """All that was open is lost with the ranks. Told at once; `_go_on` is for the next call."""
-        logger.error("every request ends requests=%d cause=%s", len(self._requests), reason)
-        told = f"a process of this engine has died: {reason}. Send the request again."
+    def _lose_ranks(self, reason: str, outputs: list[Output]) -> None:
+        """Ends every request, because ranks have died. The next call starts new ranks (`_restart_ranks`)."""
+        logger.error("ranks died, every request ends requests=%d cause=%s", len(self._requests), reason)
+        error = f"a process of this engine has died: {reason}. Send the request again."
         for request in self._requests.values():
             request.state = State.FINISHED
-            outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=told))
+            outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=error))
         self._requests.clear()
         self._in_flight.clear()
-        self._unclean = []
-        self._down = True
+        self._blocks_to_clear = []
+        self._ranks_lost = True
         self.executor.close()
 
-    def _go_on(self) -> None:
+    def _restart_ranks(self) -> None:
         assert self._revive is not None, "only an engine that can be revived is down"
-        self._equip(*self._revive())
-        self._down = False
+        self._use_ranks(*self._revive())
+        self._ranks_lost = False
         self._counters.revivals += 1
 
-    # Looking at it
+    # Introspection
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Returns a snapshot of the counters and queues."""
         acceptance = self._speculation.acceptance if self._speculation is not None else Acceptance()
         return self._counters.stats(self.scheduler, num_ranks=len(self.executor.pids), acceptance=acceptance)
 
     def check(self) -> None:
-        """Prove that every block is accounted for. For tests and debugging."""
+        """Asserts that every block is accounted for. For tests and debugging."""
         self.blocks.check([request.block_ids for request in self._requests.values()])
 
 

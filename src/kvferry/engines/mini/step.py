@@ -1,4 +1,4 @@
-"""What one engine step computes, as every rank receives it: frozen records without any object of the engine."""
+"""What one step computes, as every rank receives it: frozen records, without references to the engine's objects."""
 
 from dataclasses import dataclass
 
@@ -9,32 +9,34 @@ __all__ = ["ChunkInput", "StepInput"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkInput:
-    """Compute tokens [start, stop) of one request."""
+    """Tokens [start, stop) of one request, to be computed."""
 
     token_ids: tuple[int, ...]
-    """Those tokens."""
+    """The tokens at these positions."""
     start: int
     stop: int
     tables: tuple[BlockTable, ...]
-    """One a group, in their order, with a block for every token of [start, stop) and for all that these look back on.
-    STATE: the slot that holds the state after `start` tokens (zeros for 0), where the one after `stop` goes."""
+    """One per cache group, in the order of the groups, with blocks for all tokens of [start, stop) and for all earlier
+    tokens that they attend to. STATE: the slot with the state after `start` tokens (zeros if 0); the state after `stop`
+    overwrites it."""
     num_logits: int
-    """Wanted are the logits behind each of so many last tokens."""
+    """Return logits for this many of the chunk's last tokens."""
     key: str = ""
-    """Of the request, for a drafter that keeps something of it from step to step; another one after each new start."""
+    """Identifies the request for a drafter that keeps state between steps. It changes when the request starts again."""
     base: int = 0
-    """Tokens before it, the first of a block, are not looked at: a drafter's cache may begin behind the prompt."""
+    """Tokens before this one, the first of a block, are not attended to: a drafter's cache may begin after the
+    prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step, as every rank gets it. In this order: copies (all are read before one is written), clear, shares."""
+    """One step. Ranks execute it in this order: copies (all are read before one is written), clear, chunks."""
 
     chunks: tuple[ChunkInput, ...] = ()
-    """Those of one token first."""
+    """What to compute; chunks of one token come first."""
     clear: tuple[int, ...] = ()
-    """Pages to be zeroed before anybody writes to them."""
+    """Pages to zero before they are written to."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Pages to be copied whole: (from, to)."""
+    """Pages to copy, as (from, to)."""
     forget: tuple[str, ...] = ()
-    """Keys of requests that a drafter need not remember any more."""
+    """Keys of requests that a drafter can forget."""

@@ -185,7 +185,7 @@ class Worker:
 
     def cached_blocks(self) -> list[BlockHash]:
         """Return the hashes of the blocks in the prefix cache. On the engine's thread."""
-        return self.engine.blocks.known_hashes(self.engine.scheduler.groups.telling)
+        return self.engine.blocks.known_hashes(self.engine.scheduler.groups.routing_group)
 
     def meet(self, engine: str, incarnation: str | None, host: str, port: int) -> str:
         """Shake hands with this engine if that is due: `asking`, `accepted` or `refused`. On the engine's thread."""

@@ -61,7 +61,7 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_prefill": True}},
         400,
         "kv_transfer_params",
-        "one request a prompt",
+        "one request per prompt",
     ),
     ("chat/completions", {"messages": []}, 400, "messages", "send at least one message"),
     ("chat/completions", {"messages": [{"content": "x"}]}, 400, "messages[0]", "role=None"),

@@ -1,1 +1,1 @@
-"""Which requests run in the next step, and with which blocks. It decides and counts; it computes nothing."""
+"""Decides which requests run in the next step, and with which blocks. Numbers only: nothing here imports torch."""

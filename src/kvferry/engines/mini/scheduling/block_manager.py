@@ -1,13 +1,13 @@
-"""Who has which cache block: reference counts, prefix caching, blocks lent to the connector. Numbers only, no memory.
+"""Keeps the books on cache blocks: reference counts, prefix caching, blocks that transfers hold. No memory is here.
 
-Blocks of all cache groups come from here: a block is a page, and belongs to one group as long as somebody refers to it
-or its content is known (see cache_groups.py). It is in exactly one of these states; `check` proves it:
+Blocks of all cache groups come from here. A block belongs to one group as long as it is referenced or its content is
+known (see cache_groups.py). It is in exactly one of these states, which `check` proves:
 
-* used     one or more requests, or transfers that hold it, refer to it
-* cached   nobody refers to it, but its content is known by hash and may be used again; the oldest goes first
-* clean    nothing in it is worth anything
+* used     referenced by one or more requests, or by transfers that hold it
+* cached   not referenced, but its content is known by hash and may be used again; the oldest block is evicted first
+* clean    free, with no content worth keeping
 
-Block 0 is in none: it stays zero (see pool.py).
+Block 0 is in none of them: it stays zero (see cache/pool.py).
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from kvferry.ids import TransferId
 __all__ = ["BlockHash", "BlockManager", "chain_hashes", "num_runs"]
 
 BlockHash = NewType("BlockHash", bytes)
-"""Of a block's tokens and of all blocks before it."""
+"""Identifies the tokens of a block and of all blocks before it."""
 
 HASH_DOMAIN = b"kvferry block hash 1"
 
 
 def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: int) -> None:
-    """Extend `known` to one hash for each whole block of `tokens`.
+    """Extends `known` to one hash per whole block of `tokens`.
 
-    SHA-256: the same in every process, and nobody can make another user's prompt collide with his own.
+    SHA-256 gives the same hash in every process, and no client can make its prompt collide with another client's.
     """
     parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little")
     for start in range(len(known) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
@@ -40,12 +40,12 @@ def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: in
 
 
 def num_runs(block_ids: Sequence[int]) -> int:
-    """In how many runs of neighbours these blocks lie."""
+    """Returns the number of runs of consecutive ids in `block_ids`."""
     return sum(1 for i, block in enumerate(block_ids) if i == 0 or block != block_ids[i - 1] + 1)
 
 
 class BlockManager:
-    """Called on the engine's thread only."""
+    """The books of one cache. Called on the engine's thread only."""
 
     def __init__(self, num_blocks: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -56,32 +56,32 @@ class BlockManager:
         self._num_clean = num_blocks - 1
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[tuple[int, BlockHash], int] = {}
-        """By cache group and hash."""
+        """Maps (cache group, hash) to the block with that content."""
         self._hash_of: dict[int, tuple[int, BlockHash]] = {}
         self._held: dict[TransferId, list[int]] = {}
 
     @property
     def num_usable(self) -> int:
-        """All that requests can ever have."""
+        """The number of blocks that requests can have: all but block 0."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Clean and cached ones."""
+        """The number of blocks that can be allocated: clean and cached ones."""
         return self._num_clean + len(self._cached)
 
     @property
     def num_clean(self) -> int:
-        """Free ones that nothing is lost with."""
+        """The number of blocks that can be allocated without evicting a cached one."""
         return self._num_clean
 
     @property
     def num_held(self) -> int:
-        """References that transfers hold, of requests that are gone or have given up on them."""
+        """The number of references that transfers hold for requests that have ended or started again."""
         return sum(len(blocks) for blocks in self._held.values())
 
     def find(self, hashes: Sequence[BlockHash], group: int = 0) -> list[int]:
-        """The longest chain of known blocks. Does not take them."""
+        """Returns the longest chain of known blocks, without referencing them."""
         found = []
         for key in hashes:
             block = self._by_hash.get((group, key))
@@ -91,30 +91,30 @@ class BlockManager:
         return found
 
     def lookup(self, key: BlockHash, group: int) -> int | None:
-        """One known block. Does not take it."""
+        """Returns the block with this content, if there is one, without referencing it."""
         return self._by_hash.get((group, key))
 
     def known_hashes(self, group: int = 0) -> list[BlockHash]:
-        """Of every block whose content may be used again; for routers that choose by prefix."""
+        """Returns the hash of every block whose content may be used again, for routers that choose by prefix."""
         return [key for one, key in self._by_hash if one == group]
 
     def fits(self, known: Sequence[int], num_fresh: int) -> bool:
-        """Whether `take(known)` and then `allocate(num_fresh)` will succeed."""
+        """Returns whether `take(known)` followed by `allocate(num_fresh)` will succeed."""
         return num_fresh <= self.num_free - sum(1 for block in known if self._references[block] == 0)
 
     def take(self, known: Sequence[int]) -> None:
-        """Refer to blocks that `find` found."""
+        """References blocks that `find` returned."""
         for block in known:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
-        """Fresh blocks, in as few runs as can be; `after`: the request's last block, to grow behind it.
+        """Returns fresh blocks, in as few runs as possible. The caller has checked `fits`.
 
-        A block that a growing answer needs and cannot have there comes from the smallest hole, so that long runs stay
-        for prompts, which are what hand-offs move. The caller has asked `fits`. Content is whatever was there: see
-        KVCache.clear.
+        `after`: the request's last block; blocks that follow it directly are preferred. If there are none, a growing
+        answer takes its block from the shortest run, so that long runs remain for prompts, which hand-offs move. The
+        blocks still have their old content: see KVCache.clear.
         """
         assert count <= self.num_free, f"{count} blocks allocated where {self.num_free} are free"
         while self._num_clean < count:
@@ -129,7 +129,7 @@ class BlockManager:
         return blocks
 
     def _best_run(self, count: int) -> range:
-        """The beginning of the shortest run that is long enough, else the longest one."""
+        """Returns the beginning of the shortest clean run that is long enough, else the longest run."""
         clean = np.flatnonzero(self._clean)
         cuts = np.flatnonzero(np.diff(clean) != 1) + 1
         starts = clean[np.concatenate(([0], cuts))]
@@ -147,26 +147,26 @@ class BlockManager:
         blocks.extend(run)
 
     def remember(self, block: int, key: BlockHash, group: int = 0) -> None:
-        """This block's content is computed and whole: later requests may use it."""
+        """Enters a complete block into the prefix cache: later requests may use it."""
         if self._prefix_caching and (group, key) not in self._by_hash and block not in self._hash_of:
             self._by_hash[group, key] = block
             self._hash_of[block] = (group, key)
 
     def forget(self, key: BlockHash, group: int) -> None:
-        """A known block is worth nothing any more; if nobody refers to it, it is clean again."""
+        """Evicts the block with this content from the prefix cache, unless it is referenced."""
         block = self._by_hash.get((group, key))
         if block is not None and block in self._cached:
             self._forget(block)
 
     def forget_all(self) -> None:
-        """The memory was lost: nothing that is in it may be used again. Who refers to what stays."""
+        """Empties the prefix cache, because the memory was lost. References stay as they are."""
         for block in list(self._cached):
             self._forget(block)
         self._by_hash.clear()
         self._hash_of.clear()
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Give back one reference to each. Last blocks first, so that a chain loses its end before its beginning."""
+        """Drops one reference to each block, last blocks first: a cached chain is then evicted from its end."""
         for block in reversed(list(block_ids)):
             assert self._references[block] > 0, f"block {block} freed more often than taken"
             self._references[block] -= 1
@@ -178,11 +178,11 @@ class BlockManager:
                     self._num_clean += 1
 
     def hold(self, transfer: TransferId, block_ids: Sequence[int]) -> None:
-        """A request's references become the transfer's: the blocks stay as they are until `release`. R28."""
+        """Turns a request's references into the transfer's: the blocks stay as they are until `release` (R28)."""
         self._held.setdefault(transfer, []).extend(block_ids)
 
     def release(self, transfer: TransferId) -> bool:
-        """No peer touches the transfer's blocks any more. False: nothing was held for it."""
+        """Drops the transfer's references: no peer uses its blocks any more. Returns False if there were none."""
         blocks = self._held.pop(transfer, None)
         if blocks is None:
             return False
@@ -196,9 +196,9 @@ class BlockManager:
         self._num_clean += 1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Prove the books: every block is in one state, and references are those of `tables` and of held transfers.
+        """Asserts that every block is in one state, and is referenced exactly by `tables` and by held transfers.
 
-        For tests, and for a look at a live engine; walks all blocks.
+        Walks all blocks: for tests and debugging.
         """
         want = Counter(block for table in [*tables, *self._held.values()] for block in table)
         for block in range(1, self.num_blocks):
@@ -207,8 +207,8 @@ class BlockManager:
             )
             states = (self._references[block] > 0, block in self._cached, bool(self._clean[block]))
             assert sum(states) == 1, f"block {block} is used, cached, clean: {states}"
-        assert want[0] == 0, "block 0 was given away"
-        assert not self._clean[0], "block 0 is on offer"
+        assert want[0] == 0, "block 0 was allocated"
+        assert not self._clean[0], "block 0 counts as clean"
         assert self._num_clean == int(self._clean.sum()), "clean blocks are miscounted"
         assert all(self._by_hash[key] == block for block, key in self._hash_of.items()), "hash maps disagree"
         assert len(self._by_hash) == len(self._hash_of), "hash maps disagree in length"

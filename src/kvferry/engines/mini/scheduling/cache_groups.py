@@ -1,13 +1,14 @@
-"""The blocks of one request, group by group: what each kind of cache needs, keeps, and can take from the prefix cache.
+"""The blocks of one request per cache group: what each kind needs, keeps, and can take from the prefix cache.
 
 FULL     every block from the first token on.
-WINDOW   the blocks that the next token can look back on. Those that the window has left are given up.
-STATE    one block, which holds the state after all tokens so far, and is overwritten with each step. So what the prefix
-         cache has of a state is a snapshot: a copy, taken where a step begins at the end of a whole block.
+WINDOW   the blocks that the next token attends to. Blocks that the window has left are given up.
+STATE    one block with the state after all tokens so far, overwritten in each step. The prefix cache therefore has
+         snapshots of states: copies, made when a step begins at the end of a whole block.
 
-A request can go on behind c tokens of the prefix cache if all groups have what the next token needs: FULL the blocks of
-[0, c), WINDOW those of the last tokens before c, STATE a snapshot at c. If another engine brings the tokens up to n, it
-brings every state, and of windows what is not here: then FULL alone decides, and what a window at n needs before c.
+A request can continue after c tokens of the prefix cache if all groups have what the next token needs: FULL the blocks
+of [0, c), WINDOW those of the last tokens before c, STATE a snapshot at c. If another engine hands over the tokens up
+to n, it hands over every state, and what is missing of windows. Then c depends only on the FULL groups, and on what a
+window at n needs before c.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +25,20 @@ __all__ = ["Groups", "PrefixHit", "tokens_handed_over"]
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """Tokens [0, num_tokens) of a request, as the prefix cache has them."""
+    """What the prefix cache has of the tokens [0, num_tokens) of a request."""
 
     num_tokens: int
     blocks: tuple[GroupBlocks, ...]
-    """One a group, not taken. STATE: the snapshot, or nothing."""
+    """One per group; not referenced yet. STATE: the snapshot, if any."""
 
     @property
     def block_ids(self) -> list[int]:
-        """Of all groups."""
+        """The ids of the blocks of all groups."""
         return [block for held in self.blocks for block in held.ids]
 
 
 class Groups:
-    """Stateless but for the block manager. On the engine's thread only."""
+    """Has no state but the block manager. Called on the engine's thread only."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Groups:
         prefix_caching: bool,
         extra_window_tokens: int = 0,
     ) -> None:
-        """`chunk_tokens`: the most that one request computes in a step. `extra_window_tokens`: R34."""
+        """`chunk_tokens`: the most tokens that one request computes in a step. `extra_window_tokens`: see R34."""
         self.specs = tuple(specs)
         self.all_full = all(spec.kind is CacheKind.FULL for spec in specs)
         self.has_state = any(spec.kind is CacheKind.STATE for spec in specs)
@@ -63,36 +64,36 @@ class Groups:
         self._full = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.FULL]
 
     @property
-    def telling(self) -> int:
-        """The group whose known blocks say best how much of a prompt need not be computed, or moved, again."""
+    def routing_group(self) -> int:
+        """The group whose cached blocks say best how much of a prompt need not be computed, or moved, again."""
         return next(iter([*self._full, *self._windows]), 0)
 
     # How many
 
     def num_blocks(self, num_tokens: int) -> int:
-        """That hold so many tokens from the first one on."""
+        """Returns how many blocks hold this many tokens."""
         return -(-num_tokens // self._size)
 
     def first_needed(self, group: int, position: int) -> int:
-        """The first block that the token at `position` looks back on, or, by R34, one a few tokens before it."""
+        """Returns the first block that the token at `position` attends to, or one a few tokens earlier (R34)."""
         window = self.specs[group].window_tokens
         if window is None or self.specs[group].kind is not CacheKind.WINDOW:
             return 0
         return max(0, position - window + 1 - self._extra) // self._size
 
     def peak(self, group: int) -> int:
-        """The most blocks that a request ever needs in a window group, wherever it is."""
+        """Returns the most blocks that a request ever needs at once in a window group."""
         window = self.specs[group].window_tokens or 0
         return self.num_blocks(window - 1 + self._extra + self._chunk) + 1
 
     def need(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens needs at its worst moment."""
+        """Returns the most blocks, over all groups, that a request of this many tokens needs at once."""
         full = self.num_blocks(num_tokens)
         windows = sum(min(full, self.peak(group)) for group in self._windows)
         return full * len(self._full) + windows + len(self._states)
 
     def room_tokens(self) -> int:
-        """The longest request that fits into the whole cache."""
+        """Returns the length in tokens of the longest request that fits into the whole cache."""
         low, high = 0, (self._blocks.num_usable + 1) * self._size << (0 if self._full else 20)
         while low < high:
             middle = (low + high + 1) // 2
@@ -102,24 +103,26 @@ class Groups:
     # The prefix cache
 
     def nothing(self) -> PrefixHit:
-        """No token is known."""
+        """Returns a hit of no tokens."""
         return PrefixHit(0, tuple(GroupBlocks() for _ in self.specs))
 
     def find(self, hashes: Sequence[BlockHash]) -> PrefixHit:
-        """The longest prefix behind which a request can go on by itself. `hashes`: of the blocks that may be used."""
+        """Returns the longest prefix after which this engine can continue by itself. `hashes`: blocks that may be
+        used."""
         count = self._longest_full(hashes)
         while count:
             position = count * self._size
             fewer = min((self._usable(group, count, hashes, position) for group in self._windows), default=count)
             if fewer == count and self._has_snapshot(hashes[count - 1]):
-                return self._known(hashes, count, count * self._size, states=True)
+                return self._hit(hashes, count, count * self._size, states=True)
             count = fewer if fewer < count else count - 1
         return self.nothing()
 
     def find_before(self, hashes: Sequence[BlockHash], stop: int) -> PrefixHit:
-        """The longest prefix, shorter than that, which need not come from the engine that brings the tokens up to
+        """Returns the longest prefix before `stop` that need not be handed over by the engine with the tokens up to
         `stop`."""
-        # Without a FULL group only what can be gone on behind is known to be here: the rest may be just not needed.
+        # Without a FULL group, a block that is not needed is not looked up: only `find` proves that the tokens are
+        # here.
         here = self._longest_full(hashes) if self._full else self.find(hashes).num_tokens // self._size
         count = min(here, max(0, stop - 1) // self._size)
         while count:
@@ -127,7 +130,7 @@ class Groups:
             if fewer == count:
                 break
             count = fewer
-        return self._known(hashes, count, stop, states=False)
+        return self._hit(hashes, count, stop, states=False)
 
     def _has_snapshot(self, key: BlockHash) -> bool:
         return all(self._blocks.lookup(key, group) is not None for group in self._states)
@@ -136,13 +139,14 @@ class Groups:
         return min((len(self._blocks.find(hashes, group)) for group in self._full), default=len(hashes))
 
     def _usable(self, group: int, count: int, hashes: Sequence[BlockHash], position: int) -> int:
-        """`count`, if the window before `position` has all its blocks below `count`; else a smaller number to try."""
+        """Returns `count` if all blocks below it that the window before `position` needs are cached, else a smaller
+        count to try."""
         for at in range(count - 1, self.first_needed(group, position) - 1, -1):
             if self._blocks.lookup(hashes[at], group) is None:
                 return at
         return count
 
-    def _known(self, hashes: Sequence[BlockHash], count: int, position: int, *, states: bool) -> PrefixHit:
+    def _hit(self, hashes: Sequence[BlockHash], count: int, position: int, *, states: bool) -> PrefixHit:
         held = []
         for group, spec in enumerate(self.specs):
             if spec.kind is CacheKind.STATE:
@@ -156,22 +160,22 @@ class Groups:
 
     # Taking and giving
 
-    def admission(self, known: PrefixHit, num_target_tokens: int, remote_stop: int | None) -> list[int]:
-        """How many fresh blocks each group needs for a request of `num_target_tokens` tokens that begins with `known`.
+    def admission(self, hit: PrefixHit, num_target_tokens: int, remote_stop: int | None) -> list[int]:
+        """Returns how many fresh blocks each group needs for a request of `num_target_tokens` that begins with `hit`.
 
         `remote_stop`: the tokens before it come from another engine, together with the windows that end there. A window
         group gets as many blocks as it ever needs at once, so that a request that must not be preempted never waits
         for another block.
         """
         end, counts = self.num_blocks(num_target_tokens), []
-        for group, (spec, held) in enumerate(zip(self.specs, known.blocks, strict=True)):
+        for group, (spec, held) in enumerate(zip(self.specs, hit.blocks, strict=True)):
             if spec.kind is CacheKind.STATE:
                 counts.append(1)
                 continue
-            begin = max(known.num_tokens // self._size, self._begin(group, held, remote_stop))
+            begin = max(hit.num_tokens // self._size, self._begin(group, held, remote_stop))
             missing = end - begin
             if spec.kind is CacheKind.WINDOW:
-                # Blocks that it begins with others may refer to as well: to give them up frees nothing.
+                # Other requests may reference the blocks of the hit too: to give those up would free nothing.
                 missing = min(missing, self.peak(group))
             counts.append(missing)
         return counts
@@ -180,12 +184,12 @@ class Groups:
         return held.first if held.ids or remote_stop is None else self.first_needed(group, remote_stop)
 
     def admit(
-        self, request: Request, known: PrefixHit, counts: Sequence[int], remote_stop: int | None, changes: BlockChanges
+        self, request: Request, hit: PrefixHit, counts: Sequence[int], remote_stop: int | None, changes: BlockChanges
     ) -> None:
-        """Give a request its blocks. The caller has asked `fits`."""
+        """Gives a request its blocks. The caller has checked `fits`."""
         request.blocks, request.block_tokens = [], self._size
-        self._blocks.take(known.block_ids)
-        for group, (spec, held) in enumerate(zip(self.specs, known.blocks, strict=True)):
+        self._blocks.take(hit.block_ids)
+        for group, (spec, held) in enumerate(zip(self.specs, hit.blocks, strict=True)):
             fresh = self._blocks.allocate(counts[group])
             if spec.kind is CacheKind.STATE:
                 if held.ids:
@@ -196,17 +200,17 @@ class Groups:
                 request.blocks.append(GroupBlocks(0, fresh, state=True))
                 continue
             changes.fresh += fresh
-            first = max(self._begin(group, held, remote_stop), 0 if held.ids else known.num_tokens // self._size)
+            first = max(self._begin(group, held, remote_stop), 0 if held.ids else hit.num_tokens // self._size)
             request.blocks.append(GroupBlocks(first, [*held.ids, *fresh]))
-        request.num_computed = known.num_tokens
-        request.num_remembered = known.num_tokens // self._size
-        has_states = all(known.blocks[group].ids for group in self._states)
-        request.state_tokens = known.num_tokens if has_states or not known.num_tokens else -1
+        request.num_computed = hit.num_tokens
+        request.num_remembered = hit.num_tokens // self._size
+        has_states = all(hit.blocks[group].ids for group in self._states)
+        request.state_tokens = hit.num_tokens if has_states or not hit.num_tokens else -1
 
     def trim(self, request: Request, stop: int) -> int:
-        """Give up blocks that the window has left; how many blocks are missing for the tokens up to `stop`.
+        """Gives up blocks that windows have left, and returns how many are missing for the tokens up to `stop`.
 
-        A prompt that is computed in pieces keeps as many as it will need: a block goes when another one takes its
+        A prompt that is computed in chunks keeps as many blocks as it will need: one is freed when another takes its
         place.
         """
         end, missing = self.num_blocks(stop), 0
@@ -225,7 +229,7 @@ class Groups:
         return missing
 
     def extend(self, request: Request, stop: int, changes: BlockChanges) -> None:
-        """The blocks that `trim` has found missing. The caller has asked `fits`."""
+        """Allocates the blocks that `trim` found missing. The caller has checked `fits`."""
         end = self.num_blocks(stop)
         for held in request.blocks:
             if not held.state and end > held.end:
@@ -234,7 +238,8 @@ class Groups:
                 changes.fresh += fresh
 
     def stretch(self, request: Request, stop: int, changes: BlockChanges) -> int:
-        """Blocks up to `stop`, if there are any, for tokens that are only guessed. The request has room up to here."""
+        """Allocates blocks up to `stop` for draft tokens if there are free ones. Returns up to which token there is
+        room."""
         room = min((held.end * self._size for held in request.blocks if not held.state), default=stop)
         if room >= stop:
             return room
@@ -243,7 +248,7 @@ class Groups:
         return min((held.end * self._size for held in request.blocks if not held.state), default=stop)
 
     def save_state(self, request: Request, changes: BlockChanges) -> bool:
-        """Keep the states as they are before a step with drafts. False: there is no block for them."""
+        """Copies the states before a step with drafts. Returns False if there is no free block for them."""
         states = [request.blocks[group] for group in self._states]
         missing = [held for held in states if len(held.ids) == 1]
         if not self._blocks.fits((), len(missing)):
@@ -254,22 +259,22 @@ class Groups:
         return True
 
     def restore_state(self, request: Request) -> None:
-        """A draft fell: the states are those that were set aside."""
+        """Goes back to the states that `save_state` copied, because a draft was rejected."""
         for group in self._states:
             request.blocks[group].ids.reverse()
 
     def landed(self, request: Request) -> None:
-        """Another engine has brought its tokens, up to `remote_stop`, with windows and states as they are there."""
+        """Records that the tokens up to `remote_stop`, with the windows and states at that position, have landed."""
         request.state_tokens = request.remote_stop
         for group in self._windows:
             window = self.specs[group].window_tokens or 0
-            # Before that only what both sides happened to have was moved: no whole block for anybody else.
+            # Blocks before this one may be incomplete: only tokens inside the window were handed over.
             request.blocks[group].first_complete_block = self.num_blocks(max(0, request.remote_stop - window + 1))
 
     # Remembering
 
     def remember(self, request: Request, num_tokens: int) -> None:
-        """Whole blocks of the first `num_tokens` may serve other requests from now on. Their hashes are there."""
+        """Enters the whole blocks of the first `num_tokens` into the prefix cache. Their hashes must be known."""
         whole = num_tokens // self._size
         for group, held in enumerate(request.blocks):
             if not held.state:
@@ -280,10 +285,10 @@ class Groups:
         request.num_remembered = max(request.num_remembered, whole)
 
     def snapshot(self, request: Request, changes: BlockChanges) -> None:
-        """Copy the states of a request that is about to go on, if it stands at the end of a whole block.
+        """Plans a copy of a request's states if it is at the end of a whole block.
 
-        While a prompt is computed, copies may take the place of older known blocks; beside an answer only clean blocks
-        are used, and only its last copy is kept: whoever goes on with the answer goes on behind all of it.
+        While a prompt is computed, a copy may evict older cached blocks. While an answer grows, only clean blocks are
+        used and only the last copy is kept: a request that continues an answer continues after all of it.
         """
         at = request.num_computed
         if not self._may_keep(request) or at % self._size or not at:
@@ -304,7 +309,7 @@ class Groups:
             changes.snapshots.append((page, key, group))
 
     def keep_state(self, request: Request) -> None:
-        """The request has ended: its states are snapshots themselves, if it stands at the end of a whole block."""
+        """Enters the states of a request that has ended into the prefix cache, if it is at the end of a whole block."""
         at = request.num_computed
         if self._may_keep(request) and not at % self._size and at and not request.in_flight:
             for group in self._states:
@@ -321,7 +326,7 @@ class Groups:
         )
 
     def settle(self, changes: BlockChanges) -> None:
-        """The plan is made: snapshots are known, and what copies read may be given away by the next one."""
+        """Ends a plan: its snapshots enter the prefix cache, and blocks that copies read are no longer pinned."""
         for page, key, group in changes.snapshots:
             self._blocks.remember(page, key, group)
             self._blocks.free([page])
@@ -331,11 +336,12 @@ class Groups:
 def tokens_handed_over(
     specs: Sequence[CacheGroup], *, lookahead: int = 0, first_token: bool = True
 ) -> Callable[[int], int]:
-    """How many tokens of a prompt prefill hands over, for a model with these cache groups. R32; both sides ask it.
+    """Returns a function from prompt length to the number of tokens that prefill hands over (R32).
 
-    `first_token`: prefill tells the token that it chose. Where it does not, decode has to compute the last prompt token
-    for its logits; with windows it cannot do so behind the whole prompt, for what that token looks back on may be gone.
-    And a drafter's last slot has read the token that was not told.
+    `specs`: the model's cache groups. Both sides use the same function. `first_token`: whether prefill passes on the
+    token that it chose. If not, decode computes the last prompt token for its logits; with window groups it cannot do
+    that after the whole prompt, because what the token attends to may be gone; and with a drafter, the last slot has
+    read the token that was not passed on.
     """
     kinds = {spec.kind for spec in specs}
     needed = 1 if (CacheKind.WINDOW in kinds or lookahead) and not first_token else 0

@@ -1,4 +1,4 @@
-"""What an engine counts, and the record that it shows."""
+"""The counters of an engine, and the snapshot of them that `Engine.stats` returns."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ __all__ = ["Counters", "EngineStats"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and the queues as they are."""
+    """Counters since the engine started, and the current lengths of its queues."""
 
     steps: int
     running: int
@@ -22,24 +22,24 @@ class EngineStats:
     blocks: int
     free_blocks: int
     held_blocks: int
-    """References that hand-offs hold after their requests have gone."""
+    """References that hand-offs hold after their requests have ended."""
     prompt_tokens: int
     cached_tokens: int
     handed_over_tokens: int
     answer_tokens: int
     ranks: int
-    """Processes that compute."""
+    """Number of rank processes."""
     revivals: int
-    """How often ranks have died and were started anew."""
+    """How often ranks have died and new ones were started."""
     blocks_per_run: float
-    """How many neighbouring blocks of a prompt lay on average in one run: the longer, the faster its hand-off."""
+    """Average number of blocks per run of consecutive blocks in prompts: longer runs make hand-offs faster."""
     acceptance: Acceptance
-    """How many drafts stood; all zeros without speculation."""
+    """How many drafts were accepted; all zeros without speculation."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start of the engine; they go on when its ranks are started anew."""
+    """Counters since the engine started. They continue when new ranks are started."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -51,7 +51,7 @@ class Counters:
     placed_runs: int = 0
 
     def ended(self, request: Request, block_tokens: int) -> None:
-        """A request has ended; it still has its blocks."""
+        """Counts a request that has ended and still has its blocks."""
         self.prompt_tokens += request.num_prompt_tokens
         self.cached_tokens += request.num_cached
         self.handed_over_tokens += request.num_handed_over
@@ -61,7 +61,7 @@ class Counters:
             self.placed_runs += num_runs(prompt_blocks)
 
     def stats(self, scheduler: Scheduler, *, num_ranks: int, acceptance: Acceptance) -> EngineStats:
-        """With the queues and blocks as they are."""
+        """Returns a snapshot, with the current queues and blocks."""
         blocks = scheduler.blocks
         return EngineStats(
             steps=self.steps,

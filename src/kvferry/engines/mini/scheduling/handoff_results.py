@@ -1,4 +1,4 @@
-"""What becomes of a decode request whose hand-off has ended: it goes on behind what arrived, or starts again."""
+"""Applies the results of hand-offs to decode requests: a request continues after what arrived, or starts again."""
 
 import logging
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class FollowUp:
-    """What is left for the engine to do after the end of some hand-offs."""
+    """What the engine has still to do after some hand-offs have ended."""
 
     adopt: list[Request] = field(default_factory=list)
-    """Nothing is to be computed: the first token is the other engine's."""
+    """Requests with nothing to compute: their first token is the one that prefill chose."""
     fatal: list[tuple[Request, str]] = field(default_factory=list)
-    """To be ended with this message: their policy is to fail."""
-    unclean: list[int] = field(default_factory=list)
-    """Blocks in which a hand-off has left what nobody vouches for: to be cleared before the next step."""
+    """Requests to end with this message, because their policy is to fail."""
+    blocks_to_clear: list[int] = field(default_factory=list)
+    """Blocks that a failed hand-off may have written to; they are cleared before the next step."""
 
 
 class HandoffResults:
-    """On the engine's thread. `requests`: all that are open in the engine, which keeps them."""
+    """Used on the engine's thread. `requests` are the engine's open requests."""
 
     def __init__(
         self, requests: Mapping[RequestId, Request], scheduler: Scheduler, clock: Clock, *, vocab_size: int
@@ -41,8 +41,8 @@ class HandoffResults:
         self._clock = clock
         self._vocab_size = vocab_size
 
-    def settle(self, outcome: Outcome) -> FollowUp:
-        """Put each request where it goes on, and give blocks back."""
+    def apply(self, outcome: Outcome) -> FollowUp:
+        """Moves each request to where it continues, and releases blocks."""
         follow_up = FollowUp()
         for landed in outcome.landed:
             request = self._requests.get(landed.request)
@@ -71,14 +71,15 @@ class HandoffResults:
         return follow_up
 
     def checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
-        """A first token from outside, if it is one: it must be in the vocabulary, with logprobs if asked for."""
+        """Returns prefill's first token if it can be used: it is in the vocabulary, and has logprobs if they are
+        wanted."""
         if first is None or not 0 <= first.token < self._vocab_size:
             return None
         return first if request.sampling.logprobs is None or first.logprob is not None else None
 
     def _keep(self, request: Request, failed: Failed, follow_up: FollowUp) -> None:
-        """No peer can touch the blocks of a failed hand-off any more: go on behind the blocks that arrived whole."""
-        if not self._scheduler.groups.all_full:  # of windows and states nothing is known before the end
+        """Continues a request after the complete blocks of its failed hand-off, which no peer can write to any more."""
+        if not self._scheduler.groups.all_full:  # whether windows and states have arrived is known only at the end
             self._restart(request)
             return
         size = self._scheduler.block_tokens
@@ -87,17 +88,18 @@ class HandoffResults:
             request.num_computed = arrived
             request.num_handed_over = arrived - request.num_cached
         for held in request.blocks:
-            follow_up.unclean += held.ids[request.num_computed // size :]
+            follow_up.blocks_to_clear += held.ids[request.num_computed // size :]
         self._scheduler.run(request)
         self._scheduler.landed(request)
 
     def _restart(self, request: Request) -> None:
-        """Nobody touches its blocks: it gives them up, and computes what is not in the prefix cache."""
+        """Returns a request to the queue: it gives up its blocks, which no peer uses, and computes what is not
+        cached."""
         self._scheduler.give_up_blocks(request, None)
         self._scheduler.enqueue(request)
 
     def _land(self, request: Request, landed: Landed, follow_up: FollowUp) -> None:
-        """The prompt's KV is in our blocks: go on behind it."""
+        """Continues a request after the KV that has landed in its blocks."""
         now_s = self._clock.now_s()
         request.stages = replace(request.stages, landing_s=now_s - landed.transfer_s, landed_s=now_s)
         request.timing = HandoffTiming(
@@ -109,7 +111,7 @@ class HandoffResults:
             grant_s=now_s - landed.transfer_s - request.arrived_s + landed.grant_s,
         )
         if request.state is not State.WAITING_FOR_KV:
-            return  # all of it was in our prefix cache, and it did not wait
+            return  # its whole prompt was in our prefix cache, so it did not wait
         request.handoff_open, request.handoff_over = False, True
         if request.first_token is None and landed.note:
             request.first_token = self.checked(_first_token_in(landed.note), request)
@@ -120,13 +122,15 @@ class HandoffResults:
         nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
         if not self._scheduler.groups.all_full:
             if request.num_computed != request.remote_stop or nothing_to_compute:
-                request.reason = f"prefill handed over {request.num_computed} tokens, of which decode cannot go on"
+                request.reason = (
+                    f"prefill handed over {request.num_computed} tokens, after which decode cannot continue"
+                )
                 self._restart(request)
                 return
             self._scheduler.groups.landed(request)
         self._scheduler.run(request)
         if nothing_to_compute:
-            request.num_computed -= 1  # there is nothing else to choose the first token from
+            request.num_computed -= 1  # the first token is chosen from the logits of the last prompt token
         request.num_handed_over = request.num_computed - request.num_cached
         if request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
@@ -142,6 +146,6 @@ def _first_token_in(note: bytes) -> FirstToken | None:
     try:
         return decode_first_token(note)
     except MalformedMessage as error:
-        # The KV itself is sound; we choose the token ourselves.
+        # The KV itself is good; this engine chooses the token.
         logger.warning("hand-off note ignored: %s", error)
         return None

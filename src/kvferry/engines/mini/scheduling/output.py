@@ -1,4 +1,4 @@
-"""The answer of one request as it grows: text, stop strings, stop tokens, lengths."""
+"""The growing answer of one request: text, stop strings, stop tokens, length limits."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ __all__ = ["Answer", "Finish"]
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why an answer is complete."""
+    """Why an answer is complete; `stop` is the stop token or string that ended it."""
 
     reason: FinishReason
     stop: int | str | None = None
 
 
 class Answer:
-    """Takes tokens one by one, gives out what the client may see of them."""
+    """Takes tokens one by one and returns what the client may see of them."""
 
     def __init__(
         self, sampling: SamplingParams, detokenizer: Detokenizer | None, eos_token_ids: frozenset[int], max_tokens: int
@@ -34,7 +34,7 @@ class Answer:
         self.new_text = ""
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Finish | None:
-        """One more token. Not None: it was the last one."""
+        """Adds a token. Returns why the answer is complete, or None if it goes on."""
         self._num_tokens += 1
         self.new_tokens.append(token_id)
         if logprobs is not None:
@@ -53,13 +53,13 @@ class Answer:
         return None
 
     def take(self) -> tuple[tuple[int, ...], str, tuple[TokenLogprobs, ...]]:
-        """What is new since the last call: tokens, text, logprobs."""
+        """Returns what is new since the last call: tokens, text, logprobs."""
         result = (tuple(self.new_tokens), self.new_text, tuple(self.new_logprobs))
         self.new_tokens, self.new_text, self.new_logprobs = [], "", []
         return result
 
     def _add_text(self, text: str, enough: bool) -> str | None:
-        """Returns the stop string that the text now holds; the text then ends before it."""
+        """Returns the stop string that the text now contains, if any; the text then ends before it."""
         if not text:
             return None
         self._pending += text
@@ -77,7 +77,7 @@ class Answer:
         return None
 
     def _suspect(self) -> int:
-        """How many characters at the end may become a stop string."""
+        """Returns how many characters at the end may be the start of a stop string."""
         for length in range(min(self._hold, len(self._pending)), 0, -1):
             if any(stop.startswith(self._pending[-length:]) for stop in self._sampling.stop):
                 return length

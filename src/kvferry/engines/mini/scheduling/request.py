@@ -1,4 +1,4 @@
-"""One request inside the engine: its tokens, its blocks, how far it is, and where its prompt's KV came from."""
+"""One request inside the engine: its tokens, blocks and progress, and where its prompt's KV came from."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +17,7 @@ __all__ = ["GroupBlocks", "Request", "State"]
 
 
 class State(Enum):
-    """See scheduler.py for who moves a request from one to the next."""
+    """The states of a request; scheduler.py says what moves a request from one to the next."""
 
     WAITING = "waiting"
     WAITING_FOR_KV = "waiting_for_kv"
@@ -27,25 +27,26 @@ class State(Enum):
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """One request's blocks in one cache group: block `first + i` of its tokens is `ids[i]`."""
+    """A request's blocks in one cache group: its tokens' block number `first + i` is `ids[i]`."""
 
     first: int = 0
-    """WINDOW: the blocks before it are not there (any more)."""
+    """WINDOW: the request does not have the blocks before this one (any more)."""
     ids: list[int] = field(default_factory=list)
     state: bool = False
-    """One block, which holds the state after all tokens that are computed; and, of a request with drafts, a second one:
-    the state before its last step, which is what there is if a draft falls."""
+    """STATE: `ids` is one block, with the state after all computed tokens; and for a request with drafts a second one,
+    with the state before its last step, to go back to if a draft is rejected."""
     first_complete_block: int = 0
-    """Blocks before this one may lack tokens that no window at the end of a hand-off needs: not for other requests."""
+    """Blocks before this index are incomplete (outside the window that was handed over) and must not enter the prefix
+    cache."""
 
     @property
     def end(self) -> int:
-        """The first block that is not there yet."""
+        """The number of the first block that is still to be allocated."""
         return self.first + len(self.ids)
 
 
 class Request:
-    """Satisfies connector.base.RequestView."""
+    """The engine's record of a request. It satisfies connector.base.RequestView."""
 
     def __init__(self, spec: GenerateRequest, answer: Answer, *, number: int, arrived_s: float) -> None:
         self.spec = spec
@@ -55,38 +56,38 @@ class Request:
         self.arrived_s = arrived_s
         self.state = State.WAITING
         self.tokens = list(spec.prompt_token_ids)
-        """Prompt and answer."""
+        """Tokens of the prompt and of the answer so far."""
         self.num_computed = 0
-        """Tokens whose KV is in our blocks, from the first."""
+        """The KV of this many tokens, from the first on, is in the request's blocks."""
         self.blocks: list[GroupBlocks] = []
-        """One a cache group; none while the request has no blocks."""
+        """One per cache group; empty while the request has no blocks."""
         self.block_tokens = 0
         self.state_tokens = 0
-        """The states in our blocks are the ones after so many tokens; -1: they are not known."""
+        """The recurrent states in the request's blocks are those after this many tokens; -1: unknown."""
         self.hashes: list[BlockHash] = []
         self.num_remembered = 0
-        """Blocks whose content was given to the prefix cache, from the first."""
+        """This many blocks, from the first on, have entered the prefix cache."""
         self.answer_snapshot: BlockHash | None = None
-        """Up to where a snapshot of the states was taken while the answer grew."""
+        """The last block hash at which the states were snapshotted while the answer grew."""
         self.num_deferred = 0
-        """Prefill: so many tokens at the end of the prompt are decode's to compute. Set once (R33)."""
+        """Prefill: this many tokens at the end of the prompt are left for decode to compute. Set once (R33)."""
         self.remote_stop = 0
-        """Decode: the other engine brings the tokens before this one."""
+        """Decode: prefill hands over the tokens before this position."""
         self.in_flight = False
-        """A step that computes it is on its way: it is not planned, and not preempted."""
+        """A submitted step computes this request, so it is neither scheduled nor preempted."""
         self.drafts: tuple[int, ...] = ()
-        """What the tokens behind the known ones may be; verified by the next step."""
+        """Guesses for the tokens after the known ones; the next step verifies them."""
         self.draft_cache_start = 0
-        """Decode: the drafter's cache begins at this token, for prefill has no drafter. 0: it is whole."""
+        """Decode: the drafter's cache begins at this token, because prefill has no drafter. 0: it is complete."""
         self.num_preemptions = 0
         self.handoff_over = False
-        """Decode: the other engine's KV has landed, failed, or will not come: not to be asked for again."""
+        """Decode: prefill's KV has landed, failed, or will not come; it is not requested again."""
         self.handoff_open = False
-        """The connector may still work on our blocks: no preemption."""
+        """A peer may still read or write the request's blocks, so it is not preempted."""
         self.first_token: FirstToken | None = None
-        """Decode: what prefill chose after the prompt; checked."""
+        """Decode: the token that prefill chose after the prompt, checked."""
         self.chosen: TokenLogprobs | None = None
-        """Of the last token chosen."""
+        """The log probabilities of the last token chosen."""
         self.num_cached = 0
         self.num_handed_over = 0
         self.reason = ""
@@ -96,61 +97,61 @@ class Request:
 
     @property
     def request_id(self) -> RequestId:
-        """Unique in the engine."""
+        """The id, unique in the engine."""
         return self.spec.request_id
 
     @property
     def sampling(self) -> SamplingParams:
-        """As the client asked."""
+        """The client's sampling parameters."""
         return self.spec.sampling
 
     @property
     def handoff(self) -> HandoffParams | None:
-        """kv_transfer_params; None for an ordinary request."""
+        """The request's kv_transfer_params; None for an ordinary request."""
         return self.spec.handoff
 
     @property
     def on_failure(self) -> FailurePolicy | None:
-        """The client's own policy for a hand-off that fails."""
+        """The client's policy for a hand-off that fails; None: the worker's."""
         return self.spec.on_failure
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """The length of the prompt."""
         return len(self.spec.prompt_token_ids)
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens to compute before the next one can be chosen, or before another engine goes on."""
+        """The number of tokens to compute before the next one can be chosen, or before decode takes over."""
         return len(self.tokens) - self.num_deferred
 
     @property
     def num_uncomputed(self) -> int:
-        """Those that are still to be computed; 1 while decoding."""
+        """How many of the target tokens are still to be computed; 1 while decoding."""
         return self.num_target_tokens - self.num_computed
 
     @property
     def block_ids(self) -> list[int]:
-        """All its blocks, group by group."""
+        """The ids of all blocks of the request, group by group."""
         return [block for held in self.blocks for block in held.ids]
 
     @property
     def from_remote(self) -> bool:
-        """Decode: another engine computed the prompt."""
+        """Whether another engine computed the prompt (this engine is decode)."""
         return self.handoff is not None and self.handoff.do_remote_prefill
 
     @property
     def for_remote(self) -> bool:
-        """Prefill: another engine will decode."""
+        """Whether another engine will decode (this engine is prefill)."""
         return self.handoff is not None and self.handoff.do_remote_decode
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
-        """A copy of the block tables, one a cache group; states as they are now."""
+        """A copy of the block tables, one per cache group; states are those after the computed tokens."""
         return self.tables_at(self.num_computed)
 
     def tables_at(self, num_tokens: int) -> tuple[BlockTable, ...]:
-        """The same; states are, or will be, those after `num_tokens`."""
+        """Returns the same, with states that are, or will be, those after `num_tokens`."""
         return tuple(
             BlockTable(
                 group,
@@ -161,7 +162,7 @@ class Request:
         )
 
     def computed(self, stop: int) -> None:
-        """The tokens before `stop` are computed here, and the states are those after them."""
+        """Records that the tokens before `stop` are computed and the states are those after them."""
         self.num_computed = self.state_tokens = stop
 
     @property

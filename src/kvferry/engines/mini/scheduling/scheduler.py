@@ -1,17 +1,17 @@
-"""Which requests run in the next step, and with which blocks. Decides; computes nothing.
+"""Decides which requests run in the next step, and with which blocks.
 
-What a request's blocks are, group by group, is in groups.py.
+cache_groups.py decides which blocks a request has, group by group.
 
 Life of a request:
 
-1. WAITING         in the queue, oldest first, with no blocks. `admit` moves it on when its whole prompt has blocks.
-2. WAITING_FOR_KV  decode only: its prompt's KV is coming from another engine into its blocks. The engine moves it on:
-                   landed -> RUNNING; failed -> WAITING, and this time it computes its prompt itself.
-3. RUNNING         has a share of every step: a piece of its prompt, or its next token. When blocks run out, the newest
-                   one goes back to WAITING and computes everything again (`_preempt`).
-4. FINISHED        by its last token, an abort or an error, from any state. The engine ends it: see engine.py.
+1. WAITING         in the queue, oldest first, without blocks. `_admit` moves it on when its whole prompt has blocks.
+2. WAITING_FOR_KV  decode only: its prompt's KV is on its way from another engine into its blocks. handoff_results.py
+                   moves it on: landed -> RUNNING; failed -> WAITING, and this time it computes its prompt itself.
+3. RUNNING         has a chunk in every step: a part of its prompt, or its next token. When blocks run out, the newest
+                   request is preempted: it goes back to WAITING and computes everything again (`_preempt`).
+4. FINISHED        after its last token, an abort or an error, from any state. The engine ends it: see engine.py.
 
-Decoding requests come first in a step, then pieces of prompts, oldest first, until the step's tokens are used up.
+Decoding requests come first in a step, then chunks of prompts, oldest first, until the step's token budget is used up.
 """
 
 import bisect
@@ -30,7 +30,7 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Called on the engine's thread only. Never blocks."""
+    """The scheduler of one engine. Called on the engine's thread only; never blocks."""
 
     def __init__(
         self,
@@ -74,28 +74,28 @@ class Scheduler:
         self._connector = connector
 
     def enter(self, request: Request) -> None:
-        """A new request. How much of its prompt is left to decode is settled here, once (R33)."""
+        """Takes a new request. Decides, once, how much of its prompt is left for decode to compute (R33)."""
         if request.for_remote:
-            request.num_deferred = self._left_to_decode(request)
+            request.num_deferred = self._num_deferred(request)
         self.enqueue(request)
 
-    def _left_to_decode(self, request: Request) -> int:
-        """How many prompt tokens prefill leaves to decode (R32)."""
+    def _num_deferred(self, request: Request) -> int:
+        """Returns how many prompt tokens prefill leaves for decode to compute (R32)."""
         num_prompt = request.num_prompt_tokens
         return 0 if self._connector is None else num_prompt - self._connector.handoff_tokens(num_prompt)
 
     def enqueue(self, request: Request) -> None:
-        """A new request, or one that has to start again: by its arrival."""
+        """Queues a request that is new or starts again, in order of arrival."""
         request.state = State.WAITING
         bisect.insort(self.waiting, request, key=lambda r: r.number)
 
     def run(self, request: Request) -> None:
-        """A request with blocks joins the running ones, by its arrival."""
+        """Adds a request that has blocks to the running ones, in order of arrival."""
         request.state = State.RUNNING
         bisect.insort(self.running, request, key=lambda r: r.number)
 
     def remove(self, request: Request) -> None:
-        """Out of whichever queue it is in. Its blocks stay its own."""
+        """Removes a request from its queue. It keeps its blocks."""
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.WAITING_FOR_KV:
@@ -104,7 +104,7 @@ class Scheduler:
             self.running.remove(request)
 
     def schedule(self, max_chunks: int | None = None) -> StepPlan:
-        """Plan the next step; of the running requests at most `max_chunks` take part, those in flight never."""
+        """Plans the next step. At most `max_chunks` running requests take part, and none that is in flight."""
         plan = StepPlan()
         budget = self._max_batch_tokens
         preempted = self.num_preemptions
@@ -117,7 +117,7 @@ class Scheduler:
                     stop = self._cut(request, request.num_computed + count)
                     if self._grow(request, stop, plan):
                         budget -= self._add_chunk(plan, request, stop, budget)
-        # A request preempted after its turn must not run; nor is there room for new ones then.
+        # A request that was preempted after it was scheduled must not run; and there is no room for new requests then.
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
             self._admit(plan, budget)
@@ -126,7 +126,7 @@ class Scheduler:
         return plan
 
     def _add_chunk(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
-        """How many tokens it has: with drafts, as far as they fit."""
+        """Adds a request's chunk, with as many drafts as fit, and returns its number of tokens."""
         self.groups.snapshot(request, plan.changes)
         start, drafts = request.num_computed, request.drafts if stop == len(request.tokens) else ()
         drafts = drafts[: max(0, budget - (stop - start))]
@@ -141,12 +141,15 @@ class Scheduler:
         return chunk.stop - start
 
     def _cut(self, request: Request, stop: int) -> int:
-        """A prompt is cut where a snapshot of its states serves others: at the end of its last whole block, and of a
-        block wherever it is cut anyway."""
+        """Returns where a chunk that could reach `stop` ends.
+
+        A prompt with recurrent states is cut where a snapshot can serve other requests: at the end of its last whole
+        block, and at the end of a block wherever it is cut anyway.
+        """
         if not (self.groups.has_state and self._prefix_caching) or request.num_uncomputed <= 1:
             return stop
         if request.num_computed >= request.num_prompt_tokens:
-            return stop  # part of an answer, computed again behind a draft that fell
+            return stop  # part of an answer, computed again after a rejected draft
         last = (request.num_target_tokens - (0 if request.num_deferred else 1)) // self.block_tokens * self.block_tokens
         if request.num_computed < last < stop:
             return last
@@ -154,7 +157,10 @@ class Scheduler:
         return whole if request.num_computed < whole and stop < request.num_target_tokens else stop
 
     def _grow(self, request: Request, stop: int, plan: StepPlan) -> bool:
-        """Blocks for the tokens before `stop`, if need be from newer requests. False: the request had to go itself."""
+        """Allocates blocks for the tokens before `stop`, preempting newer requests if needed.
+
+        Returns False if the request itself was preempted, or nothing can be.
+        """
         missing = self.groups.trim(request, stop)
         while not self.blocks.fits((), missing):
             victim = next((r for r in reversed(self.running) if not r.handoff_open and not r.in_flight), None)
@@ -176,7 +182,7 @@ class Scheduler:
         self.enqueue(request)
 
     def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
-        """The request lets go of its blocks; they are free, or stay as they are until the transfer is released."""
+        """Takes a request's blocks away. They are freed, or with a transfer stay as they are until that is released."""
         self.groups.keep_state(request)
         if transfer is None:
             for held in request.blocks:
@@ -187,13 +193,13 @@ class Scheduler:
         request.num_computed = request.num_remembered = request.state_tokens = 0
 
     def landed(self, request: Request) -> None:
-        """Tokens before `num_computed` came from another engine."""
+        """Records that the tokens before `num_computed` came from another engine."""
         if self._drafter_starts_cold:
             request.draft_cache_start = -(-request.num_computed // self.block_tokens) * self.block_tokens
         self.remember(request)
 
     def remember(self, request: Request) -> None:
-        """Whole blocks that are computed, or have landed, may serve other requests from now on."""
+        """Enters the request's whole blocks, computed or landed, into the prefix cache."""
         if self._prefix_caching and request.blocks and not request.draft_cache_start:
             num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._trailing_dependency)
             if num_tokens // self.block_tokens > request.num_remembered:
@@ -204,16 +210,16 @@ class Scheduler:
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
-            known, match, remote_stop, counts = self._look_up(request)
+            hit, match, remote_stop, counts = self._look_up(request)
             if match.error:
                 plan.refused.append((request, match.error))
                 continue
             if match.wait:
                 continue
-            if not self.blocks.fits(known.block_ids, sum(counts)):
-                return  # nobody overtakes a request for which there is no room
+            if not self.blocks.fits(hit.block_ids, sum(counts)):
+                return  # no request overtakes one for which there is no room
             self.waiting.remove(request)
-            self.groups.admit(request, known, counts, remote_stop, plan.changes)
+            self.groups.admit(request, hit, counts, remote_stop, plan.changes)
             self._start(request, match, remote_stop, plan)
             if request.state is State.RUNNING and request.num_uncomputed > 0:
                 stop = self._cut(request, request.num_computed + min(request.num_uncomputed, budget))
@@ -221,25 +227,25 @@ class Scheduler:
                     budget -= self._add_chunk(plan, request, stop, budget)
 
     def _look_up(self, request: Request) -> tuple[PrefixHit, Match, int | None, list[int]]:
-        """What of a request is here, what comes from outside, up to which token (None: nothing comes), and how many
-        fresh blocks each group needs besides."""
+        """Returns what the prefix cache has of a request, what the connector offers, up to which token KV is handed
+        over (None: there is no hand-off), and how many fresh blocks each group needs."""
         hashes = request.hashes
         if self._prefix_caching:
             chain_hashes(hashes, request.tokens, self.block_tokens)
-        known, match, remote_stop = self._find(request, hashes)
-        counts = self.groups.admission(known, request.num_target_tokens, remote_stop)
-        if known.num_tokens and len(known.block_ids) + sum(counts) > self.blocks.num_usable:
-            # Beside its own blocks a request refers to the windows and states that it begins with. Where the whole
-            # cache has no room for both it computes them itself: else it would wait for ever.
-            known, match, remote_stop = self._find(request, [])
-            counts = self.groups.admission(known, request.num_target_tokens, remote_stop)
-        return known, match, remote_stop, counts
+        hit, match, remote_stop = self._find(request, hashes)
+        counts = self.groups.admission(hit, request.num_target_tokens, remote_stop)
+        if hit.num_tokens and len(hit.block_ids) + sum(counts) > self.blocks.num_usable:
+            # Besides its own blocks a request references the windows and states that it begins with. If the whole cache
+            # has no room for both, the request computes them itself; else it would wait forever.
+            hit, match, remote_stop = self._find(request, [])
+            counts = self.groups.admission(hit, request.num_target_tokens, remote_stop)
+        return hit, match, remote_stop, counts
 
     def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[PrefixHit, Match, int | None]:
-        """The same for the blocks of the prefix cache with these hashes."""
+        """Returns the first three of `_look_up`, if the prefix cache may be used for blocks with these hashes."""
         asks = self._connector is not None and request.from_remote and not request.handoff_over
-        # At least one token has to be computed, for there is nothing else to choose the next one from; unless the
-        # other engine has chosen it, or will.
+        # At least one token must be computed, to choose the next one from its logits; unless the other engine has
+        # chosen that, or will.
         free = request.num_deferred or (asks and request.first_token is not None)
         usable = (
             hashes[: (request.num_target_tokens - (0 if free else 1)) // self.block_tokens]
@@ -248,24 +254,24 @@ class Scheduler:
         )
         here = self.groups.find(usable)
         if self._trailing_dependency and here.num_tokens:
-            # What the drafter keeps of the last block depends on tokens behind it, which may be others here.
+            # What the drafter keeps of the last block depends on the tokens after it, which may differ here.
             usable = usable[: max(0, (here.num_tokens - self._trailing_dependency) // self.block_tokens)]
             here = self.groups.find(usable)
         if not asks:
             return here, Match(), None
-        known, match = here, self._match(request, here)
+        hit, match = here, self._match(request, here)
         stop = here.num_tokens + match.num_tokens
         if match.num_tokens and not self.groups.all_full:
-            # The other engine brings states, and the windows at `stop`: more of our own may be of use than without it.
-            known = self.groups.find_before(usable, stop)
-            match = self._match(request, known)
-            assert known.num_tokens + match.num_tokens == stop, f"connector moved the end of a hand-off from {stop}"
-        return known, match, stop if match.num_tokens else None
+            # The other engine hands over states, and the windows at `stop`: more of our own blocks may be of use then.
+            hit = self.groups.find_before(usable, stop)
+            match = self._match(request, hit)
+            assert hit.num_tokens + match.num_tokens == stop, f"the connector moved the end of a hand-off from {stop}"
+        return hit, match, stop if match.num_tokens else None
 
-    def _match(self, request: Request, known: PrefixHit) -> Match:
+    def _match(self, request: Request, hit: PrefixHit) -> Match:
         assert self._connector is not None, "only a request from another engine is matched"
-        match = self._connector.match(request, known.num_tokens)
-        room = request.num_prompt_tokens - known.num_tokens
+        match = self._connector.match(request, hit.num_tokens)
+        room = request.num_prompt_tokens - hit.num_tokens
         assert match.wait or 0 <= match.num_tokens <= max(0, room), f"matched {match.num_tokens} of {room} tokens"
         return match
 
@@ -296,8 +302,8 @@ class Scheduler:
         self.run(request)
 
     def tail_reason(self, request: Request) -> str:
-        """Why decode computes the last tokens of a prompt of which it has all the others; empty if no rule asks it."""
-        left = self._left_to_decode(request)
+        """Returns why decode computes only the last tokens of a prompt; empty if no rule makes it do so."""
+        left = self._num_deferred(request)
         missing = request.num_prompt_tokens - request.num_computed
         if not 0 < missing <= left:
             return ""
@@ -306,7 +312,7 @@ class Scheduler:
 
     @staticmethod
     def _account(request: Request, num_known: int) -> None:
-        """Where prompt tokens came from. After a preemption, what is still known keeps the name it had."""
+        """Records where prompt tokens came from. After a preemption, tokens that are still cached keep their source."""
         if request.num_preemptions:
             request.num_handed_over = min(request.num_handed_over, max(0, num_known - request.num_cached))
             request.num_cached = min(request.num_cached, num_known)

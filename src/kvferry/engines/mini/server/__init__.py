@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server over the embedded engine. Read: app, generate, engine_thread."""
+"""The OpenAI-compatible server of the embedded engine. Read app.py first, then generate.py and engine_thread.py."""

@@ -1,9 +1,9 @@
 """The OpenAI-compatible HTTP server of one worker.
 
-Life of a request: body is read and checked (bodies, prompts) -> a Job (generate) -> its sequences run on the engine
-thread (engine_thread) -> their outputs become a body or a stream (replies). Headers are sent with the first token, so
-that they can say how the prompt was served, and an error before it still has its status. A client that hangs up cancels
-the handler, which aborts the sequences.
+Life of a request: its body is read and checked (request_body, prompts) and becomes a Job (generate); the job's
+sequences run on the engine thread (engine_thread); their outputs become a body or a stream (replies). Headers are sent
+with the first token, so that they can say how the prompt was served, and so that an earlier error still has its own
+status. A client that disconnects cancels the handler, which aborts the sequences.
 """
 
 import asyncio
@@ -50,28 +50,28 @@ _MEET_LOOK_EVERY_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How the HTTP server behaves. Out of range: ConfigError with the name and the value."""
+    """How the HTTP server behaves. Values out of range raise ConfigError."""
 
     model_name: str
-    """The name in /v1/models, and in every answer."""
+    """The model's name in /v1/models and in every answer."""
 
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """The most tokens of prompt and answer together."""
 
     vocab_size: int
-    """Token ids in prompts must be below."""
+    """Token ids in prompts must be below this number."""
 
     max_body_bytes: int = 32 << 20
-    """A longer body is refused with 413."""
+    """Longer bodies are refused with 413."""
 
     max_open_requests: int = 1024
-    """More sequences at once than this are refused with 503 and Retry-After."""
+    """The most sequences at once; more are refused with 503 and Retry-After."""
 
     drain_timeout_s: float = 30.0
-    """A worker that was told to stop ends after this long, whatever is still open."""
+    """A draining worker ends after this long, whatever is still open."""
 
     ends_with_engine: bool = False
-    """Whether the server drains, and so ends, when its engine has ended by itself; else /health says so."""
+    """Whether the server drains, and so ends, when its engine has failed; if not, /health reports the failure."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
@@ -82,31 +82,34 @@ class ServerSettings:
 
 
 class WorkerLike(Drains, Protocol):
-    """What the server needs of a worker: the engine, and what it says of itself (called on the engine thread)."""
+    """What the server needs of a worker: the engine and its description. Called on the engine thread."""
 
     @property
     def engine(self) -> EngineLike:
-        """The engine; it has `tokenizer` and `stats()` too."""
+        """The engine, which also has `tokenizer` and `stats()`."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """The JSON of GET /v1/kvferry."""
+        """Returns the JSON of GET /v1/kvferry."""
         ...
 
     def release(self, transfer: TransferId, reason: str) -> bool:
-        """Nobody will take the KV of this prefill. False: no such hand-off is open, or it was withdrawn already."""
+        """Frees the KV of a prefill that no decode worker will take.
+
+        Returns False if no such hand-off is open, or it was withdrawn already.
+        """
         ...
 
 
 class ReleaseBody(msgspec.Struct, frozen=True):
-    """POST /v1/kvferry/release."""
+    """The body of POST /v1/kvferry/release."""
 
     transfer_id: str
     reason: str = ""
 
 
 class WorkerServer:
-    """Routes and their handlers. `app` is ready to listen; the engine thread starts and stops with it."""
+    """The routes and their handlers. `app` is ready to be served; the engine thread starts and stops with it."""
 
     def __init__(self, worker: WorkerLike, tokenizer: TokenizerLike, settings: ServerSettings) -> None:
         self._worker = worker
@@ -150,7 +153,7 @@ class WorkerServer:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine has ended by itself; None: it has not."""
+        """Why the engine has failed; None: it has not."""
         return self._engine.failure
 
     async def _on_startup(self, _: web.Application) -> None:
@@ -209,7 +212,7 @@ class WorkerServer:
             raise ApiError(
                 400,
                 f"kv_transfer_params with {len(prompts)} prompts and n={num_choices}: one hand-off carries one prompt; "
-                "send one request a prompt, and n=1 to prefill",
+                "send one request per prompt, and n=1 to prefill",
                 param="kv_transfer_params",
             )
         return Job(
@@ -252,7 +255,7 @@ class WorkerServer:
         name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         if num_logprobs is not None and not 0 <= num_logprobs <= _MAX_TOP_LOGPROBS:
             raise ApiError(
-                400, f"{name}={num_logprobs!r}: send 0 to {_MAX_TOP_LOGPROBS} alternatives a token", param=name
+                400, f"{name}={num_logprobs!r}: send 0 to {_MAX_TOP_LOGPROBS} alternatives per token", param=name
             )
         for prompt in prompts:
             wrong = next((one for one in prompt.token_ids if not 0 <= one < settings.vocab_size), None)
@@ -265,7 +268,7 @@ class WorkerServer:
             if length + max(max_tokens, 1) > settings.max_model_len:
                 raise ApiError(
                     400,
-                    f"the prompt has {length} tokens, {max_tokens} are asked for, and the model's context is "
+                    f"the prompt has {length} tokens, max_tokens is {max_tokens}, and the model's context is "
                     f"{settings.max_model_len}: shorten the prompt, lower max_tokens, or serve with --max-model-len",
                     param="messages" if isinstance(body, ChatBody) else "prompt",
                     code="context_length_exceeded",
@@ -275,7 +278,7 @@ class WorkerServer:
                            retry_after_s=1)  # fmt: skip
         if self._engine.num_open + num_choices * len(prompts) > settings.max_open_requests:
             raise Overloaded(
-                f"{self._engine.num_open} sequences are open and at most {settings.max_open_requests} are taken: "
+                f"{self._engine.num_open} sequences are open and at most {settings.max_open_requests} are allowed: "
                 "try again later, or start the worker with a larger --max-open-requests"
             )
 
@@ -335,7 +338,8 @@ class WorkerServer:
         except FerryError as error:
             if not response.prepared:
                 raise
-            # The status is out: the stream says it, as the official client expects, and has no [DONE].
+            # The status was sent already: the error is an event, as the official client expects, and there is no
+            # [DONE].
             logger.warning("stream failed request=%s cause=%s", job.request_id, error)
             await response.write(b"data: " + as_api_error(error).body() + b"\n\n")
         else:
@@ -343,7 +347,7 @@ class WorkerServer:
         await response.write_eof()
         return response
 
-    # ---- the rest ----
+    # ---- other endpoints ----
 
     @property
     def _engine_id(self) -> str:
@@ -361,12 +365,12 @@ class WorkerServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         state = self._state()
-        told = {"status": "ok" if state == "ready" else "unavailable", "reason": state}
-        # A refused peer does not make this worker unwell: it still serves, and pairs with the others.
-        return _json({**told, "refused_peers": self._refused_peers()}, state != "ready")
+        health = {"status": "ok" if state == "ready" else "unavailable", "reason": state}
+        # A worker with a refused peer is healthy: it still serves, and pairs with the others.
+        return _json({**health, "refused_peers": self._refused_peers()}, state != "ready")
 
     def _refused_peers(self) -> dict[str, str]:
-        """Peers that are refused now, and why."""
+        """Returns the peers that are refused now, each with the reason."""
         refused = getattr(self._worker, "refused_peers", None)
         return refused() if refused is not None else {}
 
@@ -395,7 +399,7 @@ class WorkerServer:
         return _json({**self._description, **own})
 
     async def _snapshot(self, function: Any, last: Any) -> Any:
-        """What `function` says between two steps; the last known if the step that runs is a long one."""
+        """Returns what `function` returns between two steps, or `last` if the current step takes too long."""
         if self._engine.failure is not None:
             return last
         try:
@@ -424,7 +428,7 @@ class WorkerServer:
         return _json({"released": released})
 
     async def _blocks(self, _: web.Request) -> web.Response:
-        """The hashes in the prefix cache, 8 bytes each, back to back."""
+        """Answers with the hashes of the blocks in the prefix cache, 8 bytes each, concatenated."""
         known = getattr(self._worker, "cached_blocks", None)
         hashes = [] if known is None else await self._engine.call(known)
         return web.Response(body=packed_hashes(hashes), content_type="application/octet-stream")
@@ -435,7 +439,7 @@ class WorkerServer:
         return _json({"state": await self._met(body)})
 
     async def _met(self, body: MeetBody) -> str:
-        """What came of the handshake; `asking` if it takes longer than we wait."""
+        """Returns the state of the handshake; `asking` if it is still going on after the wait."""
         meet = getattr(self._worker, "meet", None)
         if meet is None:
             return "unsupported"

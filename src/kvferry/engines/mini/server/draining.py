@@ -1,9 +1,9 @@
-"""A worker that is told to stop: it ends what it has begun, takes nothing new, and then its process may end.
+"""Draining a worker: it finishes what it has begun and takes nothing new, and then its process may end.
 
-SERVING -> DRAINING   `begin`: SIGTERM or POST /v1/kvferry/drain. New requests get 503; open ones go on.
-        -> SETTLING   no answer is open. The worker is told: what peers ask for anew is refused, grants that nobody
-                      claims end soon, those that somebody holds end by confirmation or with their lease.
-        -> ENDED      no hand-off is open and no block is held; or the time is over. `wait_ended` returns.
+SERVING -> DRAINING   `begin`, by SIGTERM or POST /v1/kvferry/drain. New requests get 503; open ones continue.
+        -> SETTLING   no answer is open. The worker refuses new hand-offs; grants that no peer claims end soon, and
+                      claimed ones end by confirmation or with their lease.
+        -> ENDED      no hand-off is open and no block is held, or the time is over. `wait_ended` returns.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ _LOOK_EVERY_S = 0.05
 
 
 class Drains(Protocol):
-    """What a worker has for it."""
+    """What draining needs of a worker."""
 
     def drain(self) -> None:
-        """Begin no hand-off with a peer that is not open already. From any thread; never blocks."""
+        """Begins no new hand-off from now on. Called from any thread; never blocks."""
         ...
 
     @property
     def drained(self) -> bool:
-        """After `drain`: nothing of a hand-off is left. Read on the engine thread."""
+        """Whether, after `drain`, no hand-off is left. Read on the engine thread."""
         ...
 
 
 class Draining:
-    """One a server. On the event loop."""
+    """The drain of one server. Used on the event loop."""
 
     def __init__(
         self, engine: EngineThread, worker: Drains, *, num_answering: Callable[[], int], timeout_s: float
@@ -49,17 +49,17 @@ class Draining:
 
     @property
     def begun(self) -> bool:
-        """Nothing new is taken."""
+        """Whether a drain has begun: no new requests are taken."""
         return self._begun.is_set()
 
     def begin(self, reason: str) -> None:
-        """Take nothing new from now on. Idempotent; never blocks."""
+        """Stops taking new requests. Idempotent; never blocks."""
         if not self.begun:
             logger.info("draining cause=%s open=%d timeout_s=%g", reason, self._num_answering(), self._timeout_s)
             self._begun.set()
 
     async def wait_ended(self) -> None:
-        """Wait until a drain was begun, and has ended or taken `timeout_s`. Never raises for what is left."""
+        """Waits until a drain has begun, and has ended or taken `timeout_s`. Never raises for what is left open."""
         await self._begun.wait()
         began_s = time.monotonic()
         try:
@@ -67,18 +67,18 @@ class Draining:
                 await self._end()
         except TimeoutError:
             logger.warning(
-                "drain timed out, what is open is cut off open=%d after_s=%g", self._num_answering(), self._timeout_s
+                "drain timed out, open requests are cut off open=%d after_s=%g", self._num_answering(), self._timeout_s
             )
-            await self._engine.stop()  # whose clients are told so, while there is somebody to tell them
+            await self._engine.stop()  # its clients get an error while the server can still send one
         except FerryError as error:
-            logger.warning("drain ends cause=%s", error)  # the engine has died: nothing will end any more
+            logger.warning("drain ends cause=%s", error)  # the engine has failed: nothing will finish any more
         else:
             logger.info("drained after_s=%.3f", time.monotonic() - began_s)
 
     async def _end(self) -> None:
         while self._num_answering():
             await asyncio.sleep(_LOOK_EVERY_S)
-        # Not before: a request in progress may yet be claimed for the first time, and must be served then.
+        # Not earlier: the KV of an open request may yet be claimed for the first time, and must be served then.
         self._worker.drain()
         while not await self._engine.call(lambda: self._worker.drained):
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -1,8 +1,8 @@
-"""The thread on which the engine lives. Everything that touches the engine happens there; its outputs come to the loop.
+"""The thread that runs the engine. All access to the engine happens there; outputs are passed to the event loop.
 
-Loop of the thread: take commands (add, abort, calls) -> step -> hand the outputs of the step to the event loop, in one
-call. Without work it waits for a command; while a step brings nothing at once, because only hand-offs are pending, it
-waits a millisecond between steps, and after half a second of that ten.
+Loop of the thread: run commands (add, abort, calls) -> step -> pass the step's outputs to the event loop, in one call.
+Without work it waits for a command. While steps return nothing at once, because only hand-offs are pending, it waits 1
+ms between steps, and 10 ms after half a second of that.
 """
 
 import asyncio
@@ -23,45 +23,45 @@ __all__ = ["EngineLike", "EngineThread", "Sink", "WakesItself"]
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Output | FerryError], None]
-"""Takes a request's outputs, on the event loop; an error, or an Output with finish_reason, is the last."""
+"""Receives a request's outputs on the event loop. An error, or an Output with finish_reason, is the last."""
 T = TypeVar("T")
 
-_PATIENT_AFTER = 500
-"""After so many idle steps in a row the pauses are longer."""
-_PATIENCE = 10
+_LONG_PAUSES_AFTER = 500
+"""After this many idle steps in a row, pauses are longer."""
+_LONG_PAUSE_FACTOR = 10
 
 
 class EngineLike(Protocol):
-    """What the server needs of an engine. Not thread-safe: called on the engine thread only."""
+    """What the server needs of an engine. Called on the engine thread only."""
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError or Overloaded if it cannot be taken."""
+        """Queues a request. Raises RequestError or Overloaded if it cannot be taken."""
         ...
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget a request; unknown ids are no error."""
+        """Ends a request. Unknown ids are ignored."""
         ...
 
     def step(self) -> Sequence[Output]:
-        """Compute once."""
+        """Runs one step and returns what it added to requests."""
         ...
 
     def has_work(self) -> bool:
-        """Stepping has a point: requests run or wait, or hand-offs are open."""
+        """Returns whether `step` has anything to do: requests run or wait, or hand-offs are open."""
         ...
 
 
 @runtime_checkable
 class WakesItself(Protocol):
-    """An engine that can have work without having been asked: its ranks have news."""
+    """An engine that can get work without a call from the server: its ranks send reports."""
 
     def on_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on some other thread, when `has_work` has become true by itself."""
+        """Calls `wake`, on another thread, whenever `has_work` becomes true without a call to this engine."""
         ...
 
 
 class EngineThread:
-    """Owns the engine from `start` to `stop`. Its methods are called on the event loop."""
+    """Runs an engine from `start` to `stop`. Methods are called on the event loop."""
 
     def __init__(self, engine: EngineLike, *, poll_s: float = 0.001) -> None:
         self._engine = engine
@@ -73,19 +73,19 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
         self.failure: str | None = None
-        """Why the engine stepped for the last time; None while it lives."""
+        """Why the engine has failed; None: it has not."""
         self.on_failure: Callable[[str], None] = lambda reason: None
-        """Told that reason, on the event loop."""
+        """Called with that reason on the event loop."""
         if isinstance(engine, WakesItself):
             engine.on_wake(self._wake.set)
 
     def start(self) -> None:
-        """Begin to step. Called once, on the running loop."""
+        """Starts the thread. Called once, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """End after the step that runs. Open requests get an error. Idempotent."""
+        """Ends the thread after the current step. Open requests get an error. Idempotent."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -94,11 +94,11 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        """Sequences that have not ended."""
+        """The number of sequences that have not ended."""
         return len(self._sinks)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Hand a request to the engine. A refusal reaches the sink as an error."""
+        """Passes a request to the engine. A refusal reaches the sink as an error."""
         if self.failure is not None:
             raise self._dead()
         assert request.request_id not in self._sinks, "the server gives every sequence an id of its own"
@@ -106,12 +106,12 @@ class EngineThread:
         self._command(lambda: self._add(request))
 
     def abort(self, request_id: RequestId) -> None:
-        """The client is gone, or the answer is complete: the sink hears nothing more."""
+        """Ends a request. Its sink is not called any more."""
         if self._sinks.pop(request_id, None) is not None:
             self._command(lambda: self._engine.abort(request_id))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run something between two steps, where it may look at the engine."""
+        """Runs `function` on the engine thread between two steps and returns its result."""
         if self.failure is not None or self._stopping:
             raise self._dead()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -149,14 +149,15 @@ class EngineThread:
                 if outputs:
                     self._on_loop(self._deliver, outputs)
                 elif time.monotonic() - began_s < self._poll_s:
-                    # A step that computed nothing ends at once: only hand-offs are pending. Those that stay so for
-                    # long (a grant that nobody claims, until its lease ends) are not worth a thousand steps a second.
+                    # A step that computed nothing ends at once: only hand-offs are pending. If that lasts (a grant that
+                    # no peer claims until its lease ends), a thousand steps per second would be a waste.
                     num_idle += 1
-                    self._wake.wait(self._poll_s if num_idle < _PATIENT_AFTER else _PATIENCE * self._poll_s)
+                    long = num_idle >= _LONG_PAUSES_AFTER
+                    self._wake.wait(self._poll_s * (_LONG_PAUSE_FACTOR if long else 1))
                     continue
                 num_idle = 0
         except Exception as error:
-            logger.exception("the engine has failed; this worker serves nothing more")
+            logger.exception("the engine has failed, this worker cannot serve requests any more")
             self._on_loop(self._fail, f"{type(error).__name__}: {error}")
 
     def _add(self, request: GenerateRequest) -> None:

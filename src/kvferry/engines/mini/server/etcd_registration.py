@@ -1,4 +1,4 @@
-"""A worker's own keys in etcd, under a lease that lives as long as the worker."""
+"""Keeps a worker's keys in etcd, under a lease that is renewed as long as the worker runs."""
 
 import asyncio
 import logging
@@ -15,10 +15,11 @@ _RETRY_S = 1.0
 
 
 class EtcdRegistrar:
-    """Puts `PREFIX/ROLE/NAME` for each of its roles, and keeps them there. On the event loop."""
+    """Puts the key `PREFIX/ROLE/NAME` for each role of a worker and keeps it. Used on the event loop."""
 
     def __init__(self, etcd_url: str, url: str, role: str, name: str, *, ttl_s: int = 10) -> None:
-        """`url`: where routers and other workers reach this one. `ttl_s`: it is forgotten so long after it has died."""
+        """`url`: where routers and other workers reach this one. `ttl_s`: its keys vanish this long after it has
+        died."""
         roles = ("prefill", "decode") if role == "both" else (role,)
         self._keys = [f"{DEFAULT_PREFIX}/{one}/{name}" for one in roles]
         self._etcd_url = etcd_url
@@ -29,12 +30,12 @@ class EtcdRegistrar:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Begin. Where etcd does not answer it is tried again; nothing waits for it."""
+        """Starts registering, without waiting for it. If etcd does not answer, it is tried again."""
         self._session = aiohttp.ClientSession()
         self._task = asyncio.create_task(self._keep(Etcd(self._session, self._etcd_url)))
 
     async def stop(self) -> None:
-        """Take the keys away, and end. Idempotent; never raises for an etcd that is gone."""
+        """Deletes the keys and stops. Idempotent; does not raise if etcd does not answer."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -44,12 +45,12 @@ class EtcdRegistrar:
                 if self._lease:
                     await Etcd(self._session, self._etcd_url).revoke(self._lease)
             except EtcdFailed as error:
-                logger.warning("etcd keys are left to their lease cause=%s", error)
+                logger.warning("etcd keys are left to expire with their lease cause=%s", error)
             await self._session.close()
             self._session = None
 
     async def _keep(self, etcd: Etcd) -> None:
-        told, is_put = "", False
+        problem, is_put = "", False
         while True:
             try:
                 if not is_put or not await etcd.keep_alive(self._lease):
@@ -59,9 +60,9 @@ class EtcdRegistrar:
                         await etcd.put(key, self._url, self._lease)
                     is_put = True
                     logger.info("registered etcd=%s keys=%s", self._etcd_url, ",".join(self._keys))
-                told = ""
+                problem = ""
             except EtcdFailed as error:
-                if str(error) != told:
+                if str(error) != problem:
                     logger.warning("registration failed etcd=%s cause=%s", self._etcd_url, error)
-                told = str(error)
-            await asyncio.sleep(self._ttl_s / 3 if not told else _RETRY_S)
+                problem = str(error)
+            await asyncio.sleep(self._ttl_s / 3 if not problem else _RETRY_S)

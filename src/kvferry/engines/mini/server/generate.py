@@ -1,8 +1,8 @@
-"""One HTTP request as sequences of the engine: `n` choices of each prompt, merged into one stream of outputs.
+"""One HTTP request as sequences of the engine: `n` choices per prompt, merged into one stream of outputs.
 
 Life of a choice: choice 0 of a prompt is submitted at once, with the hand-off if there is one. When it has its first
-token, the prompt's KV is in this engine's cache: only then are the other choices submitted, as ordinary requests that
-hit the prefix cache. So a prompt is handed over, or computed, once, whatever `n` is. Choice 0 alone continues from the
+token, the prompt's KV is in this engine's cache; only then are the other choices submitted, as ordinary requests that
+hit the prefix cache. So a prompt is handed over or computed once, whatever `n` is. Only choice 0 continues from the
 first token that prefill sampled; the others sample their own.
 """
 
@@ -24,13 +24,13 @@ __all__ = ["Generation", "Job"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request, checked: what to compute and how to tell it."""
+    """A checked request: what to compute and how to answer."""
 
     request_id: str
     model: str
     prompts: tuple[Prompt, ...]
     samplings: tuple[SamplingParams, ...]
-    """One a choice: `n` of them."""
+    """One per choice: `n` of them."""
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
@@ -41,21 +41,21 @@ class Job:
     reason: str = ""
     """Why the router sent this prompt without a hand-off."""
     first_token_sent: bool = False
-    """The router has sent the hand-off's first token to the client."""
+    """Whether the router has sent the hand-off's first token to the client."""
 
     @property
     def num_choices(self) -> int:
-        """Over all prompts."""
+        """The number of choices over all prompts."""
         return len(self.prompts) * len(self.samplings)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt counted once, as OpenAI does."""
+        """The number of prompt tokens; each prompt counts once, as OpenAI counts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 class Generation:
-    """A job while it runs. `close` must be called, whatever happened: it leaves nothing in the engine."""
+    """A running job. `close` must always be called, so that nothing is left in the engine."""
 
     def __init__(self, engine: EngineThread, job: Job, unique: str) -> None:
         self._engine = engine
@@ -66,7 +66,7 @@ class Generation:
         self._waiting: dict[int, list[int]] = {}
 
     async def outputs(self) -> AsyncIterator[tuple[int, Output]]:
-        """Pairs of choice index and output, until every choice has ended. Raises the first error of any of them."""
+        """Yields (choice index, output) until every choice has ended. Raises the first error of any choice."""
         per_prompt = len(self._job.samplings)
         for first in range(0, self._job.num_choices, per_prompt):
             self._waiting[first] = list(range(first + 1, first + per_prompt))
@@ -87,7 +87,7 @@ class Generation:
             yield index, event
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Aborts choices that have not ended."""
         for index in self._unfinished:
             self._engine.abort(self._id(index))
 

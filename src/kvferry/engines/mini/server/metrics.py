@@ -13,11 +13,11 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _TRANSFER_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 
 _REASON_CHARS = 300
-"""Of a refusal, in a label: enough for the first facts; /health has all of it."""
+"""The most characters of a refusal in a label: enough for the first facts; /health has all of it."""
 
 
 class WorkerMetrics:
-    """One registry a server, so that two servers in one process do not meet."""
+    """The metrics of one server, in a registry of its own, so that two servers can run in one process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -58,22 +58,23 @@ class WorkerMetrics:
             self._prompt_tokens.labels(source)
 
     def on_status(self, endpoint: str, status: int) -> None:
-        """A request ended with this status; 499 if its client hung up."""
+        """Counts a request that ended with this status; 499 if its client disconnected."""
         self._requests.labels(endpoint, str(status)).inc()
 
     def on_first_token(self, after_s: float) -> None:
-        """A request has its first token."""
+        """Records the time to first token of a request."""
         self._first_token.observe(after_s)
 
     def on_answer(self, served: Served, num_tokens: int, after_s: float, *, asked_handoff: bool) -> None:
-        """A request was answered whole."""
+        """Counts a request that was answered completely."""
         self._prompt_tokens.labels("handed_over").inc(served.handed_over)
         self._prompt_tokens.labels("cached").inc(served.cached)
         self._prompt_tokens.labels("recomputed").inc(served.recomputed)
         self._answer_tokens.inc(num_tokens)
         self._whole.observe(after_s)
         if asked_handoff:
-            # A tail that prefill leaves to decode by rule is no failure: most of the prompt came, or all was cached.
+            # A tail that prefill leaves to decode on purpose is no failure: most of the prompt landed, or all was
+            # cached.
             lost = served.why and not served.handed_over and served.recomputed
             self._handoffs.labels("recomputed" if lost else "landed").inc()
             self._bytes.inc(served.bytes)
@@ -83,9 +84,9 @@ class WorkerMetrics:
     def text(
         self, num_open: int, engine_stats: Mapping[str, float], refused_peers: Mapping[str, str] | None = None
     ) -> bytes:
-        """The exposition format. `engine_stats` are numbers of the engine by name, nested names joined by `_`.
+        """Returns the metrics in Prometheus' exposition format.
 
-        `refused_peers`: who is refused now, and why.
+        `engine_stats`: numbers of the engine by name. `refused_peers`: peers that are refused now, with the reasons.
         """
         self._open.set(num_open)
         self._refused.clear()
@@ -99,7 +100,7 @@ class WorkerMetrics:
 
 
 def numbers_of(stats: object, prefix: str = "") -> dict[str, float]:
-    """The numeric fields of a stats record, nested records flattened, numbers in a row by their place."""
+    """Returns the numeric fields of a stats record, with names of nested fields and places in tuples joined by `_`."""
     found: dict[str, float] = {}
     if not dataclasses.is_dataclass(stats) or isinstance(stats, type):
         return found

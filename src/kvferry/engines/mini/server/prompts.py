@@ -1,4 +1,4 @@
-"""Prompts in every form that the API allows, as token ids."""
+"""Turns prompts, in every form that the API allows, into token ids."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,42 +13,42 @@ _MAX_PROMPTS = 256
 
 
 class TokenizerLike(Protocol):
-    """What the server needs of a tokenizer: see engines.mini.tokenizer."""
+    """What the server needs of a tokenizer: see engines.mini.models.tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text."""
+        """Returns the tokens of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones left out."""
+        """Returns the text of tokens, without special tokens."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, for logprobs."""
+        """Returns the text of one token by itself, for logprobs."""
         ...
 
     @property
     def takes_tools(self) -> bool:
-        """The chat template writes tools into the prompt."""
+        """Whether the chat template can write tools into the prompt."""
         ...
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """A conversation as the model's template writes it. Raises RequestError if the template refuses it."""
+        """Returns a conversation in the model's chat format. Raises RequestError if the template refuses it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None where the client sent ids."""
+    """One prompt; `text` is None if the client sent token ids."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
 
 
 def completion_prompts(body: CompletionBody, tokenizer: TokenizerLike) -> tuple[Prompt, ...]:
-    """A string, a list of strings, token ids, or a list of lists of token ids."""
+    """Returns the prompts: `body.prompt` is a string, token ids, or a list of either. Raises ApiError (400)."""
     raw = body.prompt
     if isinstance(raw, str):
         raw = [raw]
@@ -67,14 +67,14 @@ def completion_prompts(body: CompletionBody, tokenizer: TokenizerLike) -> tuple[
         else:
             raise ApiError(
                 400,
-                f"prompt[{index}]={item!r}: token ids and texts are mixed; send texts, or one list of ids a prompt",
+                f"prompt[{index}]={item!r}: token ids and texts are mixed; send texts, or one list of ids per prompt",
                 param="prompt",
             )
     return tuple(prompts)
 
 
 def chat_prompt(body: ChatBody, tokenizer: TokenizerLike) -> Prompt:
-    """The conversation through the model's chat template."""
+    """Returns the conversation as one prompt, by the model's chat template. Raises ApiError (400) or RequestError."""
     if not body.messages:
         raise ApiError(400, "messages=[]: send at least one message", param="messages")
     messages = [_message(index, message) for index, message in enumerate(body.messages)]

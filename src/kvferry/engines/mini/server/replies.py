@@ -1,4 +1,4 @@
-"""Answers as the OpenAI API writes them: whole bodies and stream chunks, for completions and for chat."""
+"""Answers in the form of the OpenAI API: complete bodies and stream chunks, for completions and chat."""
 
 import time
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has brought so far."""
+    """What one choice has returned so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Choice:
     stages: StageTimes | None = None
 
     def add(self, output: Output) -> None:
-        """Take what a step brought."""
+        """Adds the output of a step."""
         self.text.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
@@ -46,7 +46,7 @@ class Choice:
 
 
 class Reply:
-    """Gathers a job's outputs and writes them. One a request."""
+    """Collects the outputs of one job and writes the answer."""
 
     object_whole = ""
     object_chunk = ""
@@ -59,12 +59,12 @@ class Reply:
         self._created = int(time.time())
         self.choices = [Choice() for _ in range(job.num_choices)]
         self.began_s: float | None = None
-        """Monotonic time at which the stream began; None: it has not, or this is no stream."""
+        """Monotonic time at which the stream began; None: it has not begun, or the answer is not streamed."""
 
     # ---- the two ways to answer ----
 
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
         body = {
             **self._head(self.object_whole),
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(self.choices)],
@@ -73,7 +73,7 @@ class Reply:
         return body | self._tail()
 
     def chunk(self, index: int, output: Output) -> bytes | None:
-        """What a step added to a choice, as a server-sent event; None if there is nothing to show yet.
+        """Returns what a step added to a choice as a server-sent event, or None if there is nothing to send yet.
 
         The last event of a stream without `include_usage` carries `kvferry` and `kv_transfer_params`.
         """
@@ -90,7 +90,7 @@ class Reply:
         return _event(body)
 
     def end(self) -> bytes:
-        """The last events of a stream."""
+        """Returns the last events of a stream."""
         if not self._job.include_usage:
             return DONE
         body = {**self._head(self.object_chunk), "choices": [], "usage": self.usage(), **self._tail()}
@@ -99,7 +99,8 @@ class Reply:
     # ---- what is common ----
 
     def served(self) -> Served:
-        """How the prompts were served, as far as is known. Choice 0 of each prompt tells; with several, sums."""
+        """Returns how the prompts were served, as far as is known: from choice 0 of each prompt, summed over
+        prompts."""
         firsts = self.choices[:: len(self._job.samplings)]
         accounts = [choice.account for choice in firsts if choice.account is not None]
         timings = [choice.timing for choice in firsts if choice.timing is not None]
@@ -118,7 +119,7 @@ class Reply:
         )
 
     def usage(self) -> dict[str, Any]:
-        """Prompts count once each, answers all. `cached_tokens`: not computed here, wherever their KV came from."""
+        """Returns the usage: each prompt counts once. `cached_tokens` counts tokens cached here or handed over."""
         served = self.served()
         num_completion = sum(len(choice.token_ids) for choice in self.choices)
         return {

@@ -1,4 +1,4 @@
-"""Request bodies of /v1/completions and /v1/chat/completions. Unknown fields are ignored; wrong ones are explained."""
+"""The request bodies of /v1/completions and /v1/chat/completions. Unknown fields are ignored."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ __all__ = ["ChatBody", "CommonBody", "CompletionBody", "ResponseFormat", "Stream
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries beside the text."""
+    """What a stream has besides the text."""
 
     include_usage: bool | None = None
 
 
 class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. None means the default of SamplingParams."""
+    """The fields that both endpoints take. None means the default of SamplingParams."""
 
     model: str | None = None
     n: int | None = None
@@ -41,7 +41,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
-    """Answer with `token_ids` in each choice (a name that vLLM gave)."""
+    """Return `token_ids` in each choice (vLLM's name)."""
     kv_transfer_params: dict[str, Any] | None = None
     """The hand-off, from the router or from prefill's answer."""
     kv_on_failure: FailurePolicy | None = None
@@ -49,7 +49,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
@@ -59,13 +59,13 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """Only `text` is supported."""
+    """The response format; only `text` is supported."""
 
     type: str
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -77,12 +77,12 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
 
 
 def sampling_of(body: CommonBody, *, max_tokens: int, logprobs: int | None, seed_offset: int = 0) -> SamplingParams:
-    """The engine's record. Raises RequestError for a value out of range. Choice i of a seeded request has seed + i."""
+    """Returns the sampling parameters for a choice; choice i of a seeded request has seed + i. Raises RequestError."""
     given: dict[str, Any] = {
         "min_tokens": body.min_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "top_k": None if body.top_k == -1 else body.top_k,  # vLLM's word for "all"
+        "top_k": None if body.top_k == -1 else body.top_k,  # -1 is vLLM's value for "all"
         "min_p": body.min_p,
         "seed": None if body.seed is None else body.seed + seed_offset,
         "stop": _stop_strings(body.stop),

@@ -1,4 +1,4 @@
-"""What this worker remembers of the requests that it answered, for whoever asks soon: see http/stages.py."""
+"""Keeps the stages of the requests that this worker answered lately, for GET /v1/kvferry/trace: see web/stages.py."""
 
 import time
 from collections import OrderedDict
@@ -12,18 +12,18 @@ __all__ = ["Traces"]
 _MAX_REMEMBERED = 1024
 _MAX_PEERS = 256
 _PER_ID = 4
-"""A client may send one id again and again."""
+"""The most reports kept per request id: a client may use one id again and again."""
 
 
 class Traces:
-    """One a server. Everything runs on its event loop."""
+    """The traces of one server. Used on its event loop."""
 
     def __init__(self) -> None:
         self._reports: OrderedDict[str, tuple[StageReport, ...]] = OrderedDict()
         self._totals: dict[str, HandoffTotals] = {}
 
     def remember(self, job: Job, reply: Reply, *, received_s: float, status: int) -> None:
-        """A request has ended, in whatever way. The oldest one is forgotten for it."""
+        """Records a request that has ended, in whatever way. The oldest record is dropped if there are too many."""
         now_s = time.monotonic()
         served = reply.served()
         times = reply.choices[0].stages
@@ -50,7 +50,7 @@ class Traces:
             )
 
     def answer(self, asked: list[str], *, engine: str, incarnation: str, received_s: float) -> TraceAnswer:
-        """What is known of these requests, of the first MAX_ASKED; and the clock as it is now."""
+        """Returns what is known of the first MAX_ASKED of these requests, and the current time of the clock."""
         found = [report for request_id in asked[:MAX_ASKED] for report in self._reports.get(request_id, ())]
         return TraceAnswer(
             engine=engine,
