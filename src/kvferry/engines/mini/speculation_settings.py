@@ -1,6 +1,6 @@
-"""What an operator says about speculation: `--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'`.
+"""The settings of speculation: `--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'`.
 
-The keys are vLLM's where vLLM has them, so that one JSON serves both engines.
+The keys are vLLM's wherever vLLM has one, so that the same JSON works for both engines.
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 __all__ = ["METHODS", "TEXT_METHODS", "SpeculationSettings", "SpeculativeConfig"]
 
 TEXT_METHODS = ("ngram", "suffix")
-"""They know only the text: nothing in the cache, nothing to hand over."""
+"""Methods that know only the text: they keep nothing in the cache and hand nothing over."""
 METHODS = (*TEXT_METHODS, "draft_model", "eagle3", "mtp")
 SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_TOKENS = 32
@@ -23,54 +23,55 @@ MAX_LOOKUP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings:
-    """How drafts are made. Out of range, unknown or missing: ConfigError with the key, the value and what is known."""
+    """How drafts are made. A wrong key or value raises ConfigError with the key, the value and what is allowed."""
 
     method: str
     """`ngram`, `suffix`, `draft_model`, `eagle3` or `mtp`."""
 
     num_speculative_tokens: int
-    """Drafts a step, at most. 0: the drafter keeps its KV (so that prefill may serve a decode engine that drafts), and
-    drafts nothing."""
+    """The most drafts per step and request. 0: the drafter keeps its KV, so that prefill can serve a decode engine that
+    drafts, but drafts nothing itself."""
 
     model: str | None = None
-    """The drafter's directory: for `draft_model` and `eagle3`. MTP modules are in the target's own checkpoint."""
+    """The drafter's directory, for `draft_model` and `eagle3`. MTP modules are in the target's own checkpoint."""
 
     revision: str | None = None
-    """Of `model`; compared with the other side's (R4)."""
+    """The revision of `model`; it is compared with the other side's (R4)."""
 
     draft_sample_method: str = "greedy"
-    """`greedy`: drafts are the drafter's likeliest tokens, and an answer by chance is, token for token, the one without
-    drafts from the same seed. `probabilistic`: for requests by chance `draft_model`, `eagle3` and `mtp` draw theirs as
-    the request draws its tokens; more of them stand, and the answers have the same distribution, but from the same seed
-    not the same tokens as without drafts."""
+    """`greedy`: drafts are the drafter's likeliest tokens, and a sampled answer is, token for token, the one that the
+    same seed gives without drafts. `probabilistic`: for requests that sample, `draft_model`, `eagle3` and `mtp` sample
+    their drafts too. More drafts are accepted, and answers keep their distribution, but a seed gives other tokens than
+    without drafts."""
 
     prompt_lookup_max: int = 5
-    """ngram: the longest run of last tokens that is looked up in the text before."""
+    """ngram: the most last tokens that are looked up in the earlier text."""
 
     prompt_lookup_min: int = 2
-    """ngram: the shortest."""
+    """ngram: the fewest last tokens that are looked up in the earlier text."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """suffix: how many tokens back a match is looked for, and drafts are taken from behind it."""
+    """suffix: the most tokens of a match and the drafts after it together."""
 
     suffix_decoding_max_cached_tokens: int = 65536
-    """suffix: so many tokens of earlier answers are kept to draft from; the oldest answers go first."""
+    """suffix: up to this many tokens of earlier answers are kept to draft from; the oldest answers are dropped
+    first."""
 
     suffix_decoding_max_spec_factor: float = 2.0
     """suffix: at most this many drafts for each token that matched."""
 
     suffix_decoding_min_token_prob: float = 0.1
-    """suffix: a draft must have followed at least this share of the times."""
+    """suffix: a draft must have followed in at least this fraction of the cases."""
 
     cold_start: bool = False
-    """Decode: pair also with a prefill engine that has no drafter. Drafts then begin behind the prompt, from an empty
-    drafter's cache: right text, fewer accepted drafts."""
+    """Decode: also pair with a prefill engine that has no drafter. The drafter then starts after the prompt with an
+    empty cache: the text is the same, and fewer drafts are accepted."""
 
     unsafe_without_backoff: bool = False
-    """UNSAFE, for `python -m benchmarks.spec` alone, a model of the published fault, not its code. Two things: prefill
-    hands over the whole prompt, with unverified drafts in the last slots of its modules; and decode's drafter pairs
-    hidden states with tokens that are back-off places too early, for the whole answer (a back-off of 0: it changes
-    nothing). The text stays right; nearly all drafts are rejected. A warning is logged."""
+    """UNSAFE, only for `python -m benchmarks.spec`: it imitates the published fault. Prefill hands over the whole
+    prompt, with unverified drafts in the last slots of its modules; and for the whole answer, decode's drafter pairs
+    hidden states with tokens that are too early by the back-off (a back-off of 0 changes nothing). The text stays
+    right, and nearly all drafts are rejected. A warning is logged."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -92,8 +93,8 @@ class SpeculationSettings:
             )
         if self.draft_sample_method == "probabilistic" and self.method in TEXT_METHODS:
             raise ConfigError(
-                f"speculative method={self.method!r} names tokens and has no probabilities to draw them from: "
-                "draft_sample_method must be 'greedy'."
+                f"speculative method={self.method!r} names tokens and has no probabilities to sample them from: "
+                "set draft_sample_method to 'greedy', or leave it out."
             )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP:
             raise ConfigError(
@@ -111,11 +112,11 @@ class SpeculationSettings:
 
     @classmethod
     def from_json(cls, text: str) -> "SpeculationSettings":
-        """Raises ConfigError for what is no JSON object, a wrong type, an unknown key or a value out of range."""
+        """Reads settings from JSON. Raises ConfigError if it is not an object, or a key, type or value is wrong."""
         try:
             raw = msgspec.json.decode(text, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"--speculative-config {text!r} is no JSON object: {error}.") from error
+            raise ConfigError(f"--speculative-config {text!r} is not a JSON object: {error}. Give one.") from error
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(raw) - known)
         if unknown:
@@ -131,36 +132,38 @@ class SpeculationSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings with what the drafter's checkpoint adds. The one source of R31 for scheduler, cache and runner."""
+    """The settings and what the drafter's checkpoint adds. Scheduler, cache and runner all take R31 from here."""
 
     settings: SpeculationSettings
     num_modules: int
-    """Of a drafter that keeps KV and reads hidden states: MTP modules, or 1. 0 for others."""
+    """The number of modules of a drafter that reads hidden states: MTP modules, or 1 for EAGLE. 0 for others."""
 
     @property
     def num_tokens(self) -> int:
-        """Drafts a step, at most."""
+        """The most drafts per step and request."""
         return self.settings.num_speculative_tokens
 
     @property
     def keeps_kv(self) -> bool:
-        """The drafter has layers of its own in the cache."""
+        """Whether the drafter has layers of its own in the cache."""
         return self.settings.method not in TEXT_METHODS
 
     @property
     def num_prefill_lookahead_tokens(self) -> int:
-        """R31. See connector.lookahead."""
+        """How many tokens after the target's the drafter reads during prefill (R31); see connector.lookahead."""
         return num_prefill_lookahead_tokens(self.settings.method, self.num_tokens, self.num_modules)
 
     def handoff_lookahead(self, *, state: bool) -> int:
-        """connector.lookahead.handoff_lookahead; 0 where no slot of the drafter is handed over, and with the unsafe
-        switch."""
+        """Returns connector.lookahead.handoff_lookahead, or 0 if no slot of the drafter is handed over (cold start), or
+        with the unsafe switch."""
         if self.settings.unsafe_without_backoff or self.settings.cold_start:
             return 0
         return handoff_lookahead(self.num_prefill_lookahead_tokens, num_modules=self.num_modules, state=state)
 
     @property
     def trailing_dependency(self) -> int:
-        """How many tokens behind a block the drafter's slots of that block depend on. A prefix hit is good for that
-        much less than its length, and a block enters the prefix cache that much later."""
+        """How many tokens after a block the drafter's slots of that block depend on.
+
+        A prefix hit is usable for that much less than its length, and a block enters the prefix cache that much later.
+        """
         return self.num_modules

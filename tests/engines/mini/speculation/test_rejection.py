@@ -12,7 +12,7 @@ from kvferry.engines.mini.compute.sampling import SamplingRow, probabilities, sa
 from kvferry.engines.mini.speculation import rejection
 from kvferry.engines.mini.speculation import sampled_drafts as draws
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
-from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.speculation.sampled_drafts import Drafts, draft_next
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
@@ -49,9 +49,9 @@ class World:
         others = [Drafts(one.draft_sampling) for one in made]
         for _ in range(DEPTH):
             last = [one.tokens[-1] if one.tokens else 0 for one in made]
-            name_next(self.drafter[last].clone(), made)
+            draft_next(self.drafter[last].clone(), made)
             if told is not None:
-                name_next(told.drafter[last].clone(), others)
+                draft_next(told.drafter[last].clone(), others)
         for one, other in zip(made, others if told is not None else made, strict=True):
             drafts.append(one.result(DEPTH)[0])
             draft_probs.append(other.result(DEPTH)[1])
@@ -91,7 +91,7 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
         ("accept_number", lambda seed, place: 1.0),  # only drafts that are likelier by the target stand
         ("accept_number", draws.draft_number),  # the number that has drawn the draft once more
         ("above", lambda target, draft_probs: target),  # the token instead from the target's own distribution
-        ("instead_number", draws.accept_number),  # the number that has let it fall once more
+        ("replacement_number", draws.accept_number),  # the number that has let it fall once more
     ],
     ids=["all", "likelier", "same number", "no residual", "number twice"],
 )

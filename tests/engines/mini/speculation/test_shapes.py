@@ -268,7 +268,7 @@ def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> No
     head = SpeculationSettings(method="eagle3", num_speculative_tokens=1, model="eagle3-smollm2")
     with pytest.raises(ConfigError, match=r"hidden_size is 576, the target's 160\. Use a head"):
         open_drafter(head, directory, target)
-    with pytest.raises(ConfigError, match="is no JSON object"):
+    with pytest.raises(ConfigError, match="is not a JSON object"):
         SpeculationSettings.from_json("mtp")
     with pytest.raises(ConfigError, match="has no key 'depth'"):
         SpeculationSettings.from_json('{"method": "mtp", "num_speculative_tokens": 3, "depth": 1}')

@@ -1,4 +1,4 @@
-"""How many drafts were accepted, by position. Counted by the engine; shown in metrics and by `benchmarks.spec`."""
+"""Counts accepted drafts per position, for metrics and for `benchmarks.spec`."""
 
 from dataclasses import dataclass
 
@@ -7,33 +7,33 @@ __all__ = ["Acceptance", "AcceptanceCounter"]
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Counts since the start. All rates are 0.0 where nothing was drafted."""
+    """Counts since the engine started. All rates are 0.0 if nothing was drafted."""
 
     num_verifications: int = 0
-    """Steps of requests in which at least one draft was verified."""
+    """How many times at least one draft of a request was verified in a step."""
     drafted: tuple[int, ...] = ()
-    """Drafts that were verified, by position: the first of a step is position 0."""
+    """Verified drafts per position; the first draft of a step is position 0."""
     accepted: tuple[int, ...] = ()
-    """Of these, those that stood together with all before them."""
+    """Accepted drafts per position: a draft is accepted only together with all before it."""
 
     @property
     def rate(self) -> float:
-        """Accepted drafts of all drafts."""
+        """The fraction of drafts that were accepted."""
         total = sum(self.drafted)
         return sum(self.accepted) / total if total else 0.0
 
     @property
     def length(self) -> float:
-        """Tokens a verification: accepted drafts, and the one that is always chosen. 1.0: speculation is useless."""
+        """Average tokens per verification: the accepted drafts, and one more. At 1.0 speculation is useless."""
         return 1.0 + sum(self.accepted) / self.num_verifications if self.num_verifications else 0.0
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Of the verifications that had a draft at a position, the share that accepted it."""
+        """Per position, the fraction of its drafts that were accepted."""
         return tuple(a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True))
 
     def since(self, before: "Acceptance") -> "Acceptance":
-        """What came after an earlier count."""
+        """Returns the counts that came after an earlier snapshot."""
 
         def less(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(value - (then[i] if i < len(then) else 0) for i, value in enumerate(now))
@@ -46,7 +46,7 @@ class Acceptance:
 
 
 class AcceptanceCounter:
-    """Adds up."""
+    """Collects the counts of an engine."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -54,7 +54,7 @@ class AcceptanceCounter:
         self._accepted: list[int] = []
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
-        """One verification of one request. Without drafts it counts nothing."""
+        """Counts one verification of one request. Does nothing without drafts."""
         if not num_drafts:
             return
         self._num += 1
@@ -65,5 +65,5 @@ class AcceptanceCounter:
             self._accepted[i] += i < num_accepted
 
     def read(self) -> Acceptance:
-        """As it stands."""
+        """Returns a snapshot of the counts."""
         return Acceptance(self._num, tuple(self._drafted), tuple(self._accepted))

@@ -1,13 +1,14 @@
 """Drafters that read the target's hidden states and keep KV: a chain of MTP modules, or an EAGLE head (a chain of one).
 
-Slot p of module i (the first is 0) is computed from the output of module i - 1 at p (for i = 0: the target's hidden
-state at p) and from token p + 1 + i; its output names token p + 2 + i. With known tokens up to m a slot is *final* if
-it read known tokens only: p < m - i. One pass over the modules makes all slots final that can be, from hidden states
-that wait for their token, and, where drafts are wanted, goes on from there with the drafts of the modules before. What
-it writes behind the final slots is computed again when the tokens are known: this is the repair of R35. A request's
-state between steps is therefore small: of each module the inputs of the slots that are not final yet, one or two.
+Slot p of module i (counted from 0) is computed from the output of module i - 1 at p (for i = 0: the target's hidden
+state at p) and from token p + 1 + i; its output predicts token p + 2 + i. If the known tokens end at position m, a slot
+is *final* if it has read known tokens only: p < m - i. One pass over the modules makes every slot final that can be,
+from hidden states that have been waiting for their token; if drafts are wanted, it continues from there with the drafts
+of earlier modules. Slots that it writes after the final ones are computed again when the tokens are known: this is the
+repair of R35. So a request's state between steps is small: per module, the inputs of one or two slots that are not
+final yet.
 
-Drafts beyond the last module come from that module alone, fed with its own output at the slot before.
+Drafts beyond the last module come from that module alone, which then reads its own output at the slot before.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,72 +19,76 @@ import torch
 
 from kvferry.engines.mini.models.families.base import Batch
 from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftOutput
-from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.speculation.sampled_drafts import Drafts, draft_next
 from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["ChainDrafter", "Drafter", "MakeBatch", "Module"]
 
 
 class MakeBatch(Protocol):
-    """How the runner's batches are made."""
+    """Makes a batch for a network from chunks."""
 
     def __call__(self, chunks: Sequence[ChunkInput], /) -> Batch:
-        """Of shares of which those of one token come first."""
+        """Returns the batch. Chunks of one token must come first."""
         ...
 
 
 class Drafter(Protocol):
-    """A drafter of the last pipeline stage. Every tensor-parallel rank of it makes the same calls in the same order."""
+    """A drafter on the last pipeline stage. Each tensor-parallel rank receives the same calls in the same order."""
 
     def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
-        """The target has computed these shares: rows of `hidden`, in their order; not all of them may stand.
-        `hidden`: what `lift` wants: hidden states before the last norm, or those of the auxiliary layers."""
+        """Takes the hidden states of chunks that the target has computed, some of which may be rejected drafts.
+
+        `hidden`: one row per token, in the order of the chunks: hidden states before the last norm, or those of the
+        auxiliary layers, as `lift` needs them.
+        """
         ...
 
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See records.py."""
+        """Brings the cache up to date and returns drafts."""
         ...
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Requests that have ended, or start again under another key. Unknown ones are no error."""
+        """Forgets requests that have ended, or that start again under another key. Unknown keys are ignored."""
         ...
 
 
 class Module(Protocol):
-    """One link of the chain."""
+    """One module of the chain."""
 
     def lift(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the first module reads, of what the target gave."""
+        """Returns what the first module reads, from the target's hidden states."""
         ...
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[rows, hidden], for the next module; stores keys and values."""
+        """Stores keys and values, and returns the output for the next module: [rows, hidden]."""
         ...
 
     def choose(self, out: torch.Tensor) -> torch.Tensor:
-        """[rows] of the likeliest tokens."""
+        """Returns the likeliest token of each output: [rows]."""
         ...
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab_size] of the target's vocabulary; -inf for what this module cannot name."""
+        """Returns logits over the target's vocabulary, -inf for tokens that this module cannot draft: [rows,
+        vocab_size]."""
         ...
 
 
 @dataclass(slots=True)
 class _State:
-    """One request between steps."""
+    """The state of one request between steps."""
 
     final: list[int]
-    """Of each module: slots [0, final) are final."""
+    """Per module: slots [0, final) are final."""
     waiting: list[torch.Tensor]
-    """Of each module: inputs of slots from `final` on, themselves final."""
+    """Per module: the inputs of slots from `final` on, as far as these inputs are final."""
     lost: int
-    """See ChainDrafter: 0 in every engine that is to be used."""
+    """How many places too early tokens are read: 0 unless ChainDrafter shows the fault."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One request in one call."""
+    """One request during one call of `draft`."""
 
     chunk: DraftChunk
     state: _State
@@ -91,15 +96,15 @@ class _Job:
     """Position of the last known token."""
     num_drafts: int
     source: torch.Tensor
-    """Inputs of the module whose turn it is, from its first slot that is not final."""
-    sound: int
-    """Of these, slots before `sound` have final inputs."""
+    """Inputs of the current module, from its first slot that is not final."""
+    num_final_inputs: int
+    """Slots before this position have final inputs."""
     made: Drafts
     last: torch.Tensor | None = None
-    """[1, hidden] The output that named the last draft."""
+    """The output that gave the last draft: [1, hidden]."""
 
     def token(self, position: int) -> int:
-        """A known token, or a draft."""
+        """Returns the token at a position: a known one, or a draft."""
         position = max(self.chunk.first, position - self.state.lost)
         if position <= self.known:
             return self.chunk.tokens[position - self.chunk.first]
@@ -107,7 +112,7 @@ class _Job:
 
 
 class ChainDrafter:
-    """See Drafter. Holds the state of each request until it is forgotten."""
+    """Implements Drafter for a chain of modules. Keeps the state of each request until it is forgotten."""
 
     def __init__(
         self,
@@ -119,8 +124,8 @@ class ChainDrafter:
         max_positions: int,
         lost: int = 0,
     ) -> None:
-        """`lost`: UNSAFE, only to show what happens then. A drafter that keeps its place in the text by counting drafts
-        and rejections from the prefill on is so many tokens too early where the prefill was somewhere else."""
+        """`lost`: UNSAFE, only to show the fault. A drafter that keeps its place in the text by counting drafts and
+        rejections since the prefill reads tokens this many places too early if another engine did the prefill."""
         self._modules = modules
         self._make_batch = make_batch
         self._device = device
@@ -131,7 +136,7 @@ class ChainDrafter:
 
     @torch.inference_mode()
     def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
-        """See Drafter."""
+        """Implements Drafter."""
         lifted = self._modules[0].lift(hidden)
         at = 0
         for chunk in chunks:
@@ -144,13 +149,13 @@ class ChainDrafter:
                 self._states[chunk.key] = _State([chunk.start] * count, waiting, self._lost if chunk.start else 0)
                 continue
             held = chunk.start - state.final[0]
-            assert held <= len(state.waiting[0]), "a request's shares follow one another"
-            # A request with states computes tokens again whose drafts fell: what is final stays.
+            assert held <= len(state.waiting[0]), "the chunks of a request must be consecutive"
+            # A request with recurrent states computes accepted drafts again: final slots stay as they are.
             state.waiting[0] = torch.cat([state.waiting[0][: max(0, held)], rows[max(0, -held) :]])
 
     @torch.inference_mode()
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See Drafter."""
+        """Implements Drafter."""
         jobs = [self._job(chunk) for chunk in order.chunks]
         for i in range(len(self._modules)):
             self._pass(i, jobs)
@@ -162,7 +167,7 @@ class ChainDrafter:
         return DraftOutput(tuple(tokens for tokens, _ in results), tuple(draft_probs for _, draft_probs in results))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """See Drafter."""
+        """Implements Drafter."""
         for key in keys:
             self._states.pop(key, None)
 
@@ -178,40 +183,40 @@ class ChainDrafter:
         return _Job(chunk, state, known, max(0, num_drafts), state.waiting[0], chunk.num_computed, made)
 
     def _pass(self, i: int, jobs: Sequence[_Job]) -> None:
-        """Module i: what can be final now, and what drafts go on from."""
+        """Runs module i: makes final what can be, and drafts from the last slot."""
         counts, finals = [], []
         for job in jobs:
             begin = job.state.final[i]
-            final = max(begin, min(job.sound, job.known - i))
+            final = max(begin, min(job.num_final_inputs, job.known - i))
             drafts = job.num_drafts > i
             finals.append(final)
             counts.append(len(job.source) if drafts else final - begin)
         outs = self._run(i, jobs, [job.state.final[i] for job in jobs], counts)
         drafting = [n for n, job in enumerate(jobs) if job.num_drafts > i and counts[n]]
         if drafting:
-            self._name(i, [jobs[n] for n in drafting], torch.cat([outs[n][-1:] for n in drafting]))
+            self._draft_next(i, [jobs[n] for n in drafting], torch.cat([outs[n][-1:] for n in drafting]))
         for job, final, out in zip(jobs, finals, outs, strict=True):
             state, begin = job.state, job.state.final[i]
-            state.waiting[i] = job.source[final - begin : max(0, job.sound - begin)].clone()
+            state.waiting[i] = job.source[final - begin : max(0, job.num_final_inputs - begin)].clone()
             state.final[i] = final
             if i + 1 < len(self._modules):
                 job.source = torch.cat([state.waiting[i + 1], out])
-                job.sound = final
+                job.num_final_inputs = final
 
     def _go_deeper(self, jobs: Sequence[_Job], depth: int) -> None:
-        """One more draft of each, from the last module's own output."""
+        """Makes one more draft per request, from the last module's own output."""
         i = len(self._modules) - 1
         for job in jobs:
             assert job.last is not None, "a request that drafts deeper has drafted"
             job.source = job.last
         begins = [job.known + depth - len(self._modules) for job in jobs]
         outs = self._run(i, jobs, begins, [1] * len(jobs))
-        self._name(i, jobs, torch.cat(outs))
+        self._draft_next(i, jobs, torch.cat(outs))
 
-    def _name(self, i: int, jobs: Sequence[_Job], last: torch.Tensor) -> None:
-        """The next draft of each, from an output of module i each."""
+    def _draft_next(self, i: int, jobs: Sequence[_Job], last: torch.Tensor) -> None:
+        """Adds the next draft of each request. `last`: the output of module i for each: [jobs, hidden]."""
         if any(job.made.draft_sampling is not None for job in jobs):
-            name_next(self._modules[i].logits(last), [job.made for job in jobs])
+            draft_next(self._modules[i].logits(last), [job.made for job in jobs])
         else:
             for job, token in zip(jobs, self._modules[i].choose(last).tolist(), strict=True):
                 job.made.tokens.append(token)
@@ -219,12 +224,12 @@ class ChainDrafter:
             job.last = last[row : row + 1]
 
     def _has_room(self, job: _Job, depth: int) -> bool:
-        """Whether the request has blocks for the slot that the next draft writes."""
+        """Returns whether the request has a block for the slot that the next draft writes to."""
         slot = job.known + depth - len(self._modules)
         return slot < min(table.first_token + len(table.block_ids) * self._block_tokens for table in job.chunk.tables)
 
     def _run(self, i: int, jobs: Sequence[_Job], begins: Sequence[int], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Outputs of module i for slots [begin, begin + count) of each request, as one batch."""
+        """Returns the outputs of module i for slots [begin, begin + count) of each request, computed as one batch."""
         order = sorted((n for n, count in enumerate(counts) if count), key=lambda n: counts[n] > 1)
         outs = [job.source[:0] for job in jobs]
         if not order:
@@ -245,7 +250,7 @@ class ChainDrafter:
 
 
 def _skip_to(state: _State, base: int) -> None:
-    """A drafter that starts cold: slots before `base` do not exist."""
+    """Drops slots before `base`, which do not exist for a drafter that starts cold."""
     for i, final in enumerate(state.final):
         if final < base:
             state.waiting[i] = state.waiting[i][base - final :]

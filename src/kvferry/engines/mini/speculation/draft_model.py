@@ -1,7 +1,7 @@
-"""A whole small model as drafter. It reads tokens alone: slot p of its cache is computed from token p.
+"""A small model as drafter. It reads tokens only: slot p of its cache is computed from token p.
 
-So nothing in its cache is ever a guess behind the known tokens, and a hand-off needs no back-off for it (R31: 0). Its
-layers are in the cache as `draft.layers.<n>.attn` (R7).
+So no slot of a known token depends on a draft, and a hand-off needs no back-off for it (R31: 0). Its layers are in the
+cache as `draft.layers.<n>.attn` (R7).
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import torch
 from kvferry.engines.mini.models.families.base import Batch, Network, Sequences
 from kvferry.engines.mini.speculation.chain import MakeBatch
 from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftOutput
-from kvferry.engines.mini.speculation.sampled_drafts import Drafts, name_next
+from kvferry.engines.mini.speculation.sampled_drafts import Drafts, draft_next
 from kvferry.engines.mini.step import ChunkInput
 
 __all__ = ["DRAFT_PREFIX", "DraftModel"]
@@ -20,7 +20,7 @@ DRAFT_PREFIX = "draft."
 
 
 class _Renamed:
-    """A batch whose layers are the draft's."""
+    """A batch that gives layers the draft model's names."""
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -53,7 +53,7 @@ class _Renamed:
 
 
 class DraftModel:
-    """See chain.Drafter."""
+    """Implements chain.Drafter for a whole model."""
 
     def __init__(self, network: Network, make_batch: MakeBatch, *, device: torch.device, block_tokens: int) -> None:
         self._network = network
@@ -70,14 +70,14 @@ class DraftModel:
             self._final.setdefault(chunk.key, chunk.start)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """See Drafter."""
+        """Implements Drafter."""
         for key in keys:
             self._final.pop(key, None)
             self._begun.discard(key)
 
     @torch.inference_mode()
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See Drafter."""
+        """Implements Drafter."""
         known = [chunk.first + len(chunk.tokens) - 1 for chunk in order.chunks]
         counts = [
             chunk.num_drafts if chunk.num_computed == m else 0 for chunk, m in zip(order.chunks, known, strict=True)
@@ -94,7 +94,7 @@ class DraftModel:
             ends.append(end)
         logits = self._run(order.chunks, begins, ends, drafts)
         while going := [n for n in logits if len(drafts[n]) < counts[n]]:
-            name_next(torch.stack([logits[n] for n in going]), [made[n] for n in going])
+            draft_next(torch.stack([logits[n] for n in going]), [made[n] for n in going])
             begins = [m + len(d) for m, d in zip(known, drafts, strict=True)]
             ends = [
                 begin + (n in going and len(drafts[n]) < counts[n] and self._has_room(order.chunks[n], begin))
@@ -112,7 +112,8 @@ class DraftModel:
     def _run(
         self, chunks: Sequence[DraftChunk], begins: Sequence[int], ends: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> dict[int, torch.Tensor]:
-        """[vocab_size] behind each request's [begin, end), by its number; none where that is empty."""
+        """Computes [begin, end) of each request. Returns the logits of its last token, [vocab_size], by the request's
+        index; requests with an empty range are left out."""
         order = sorted((n for n in range(len(chunks)) if ends[n] > begins[n]), key=lambda n: ends[n] - begins[n] > 1)
         if not order:
             return {}
@@ -120,7 +121,7 @@ class DraftModel:
         for n in order:
             text = (*chunks[n].tokens, *drafts[n])
             ids = text[begins[n] - chunks[n].first : ends[n] - chunks[n].first]
-            assert len(ids) == ends[n] - begins[n], "the engine sends all tokens that the drafter has not computed"
+            assert len(ids) == ends[n] - begins[n], "the engine must send all tokens that the drafter has not computed"
             tables = chunks[n].tables
             inputs.append(ChunkInput(token_ids=ids, start=begins[n], stop=ends[n], tables=tables, num_logits=1))
         tokens = torch.tensor([token for chunk in inputs for token in chunk.token_ids], device=self._device)

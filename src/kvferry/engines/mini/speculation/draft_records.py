@@ -1,7 +1,7 @@
-"""What the engine tells the drafter on the last pipeline stage, and what comes back. Picklable, like a step.
+"""What the engine sends to the drafter on the last pipeline stage, and what comes back. Picklable, like a step.
 
-Order in one step: the network runs over the step's shares and the drafter absorbs their hidden states; the engine
-chooses tokens; then one DraftInput says what those tokens are, and the drafter brings its cache up to date and drafts.
+Order in one step: the network computes the step's chunks and the drafter absorbs their hidden states; the engine
+chooses tokens; then a DraftInput says which tokens were chosen, and the drafter brings its cache up to date and drafts.
 """
 
 from dataclasses import dataclass
@@ -16,48 +16,50 @@ __all__ = ["DraftChunk", "DraftInput", "DraftOutput", "DraftSampling"]
 
 @dataclass(frozen=True, slots=True)
 class DraftSampling:
-    """Drafts are drawn, not the likeliest: `draft_sample_method` is `probabilistic`, and the request is not greedy."""
+    """How to sample a request's drafts. Used if `draft_sample_method` is `probabilistic` and the request is not
+    greedy."""
 
     sampling: SamplingParams
     seed: int
     place: int
-    """Of the first draft in the answer."""
+    """The position of the first draft in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChunk:
-    """One request after a step in which it had a share."""
+    """One request after a step that computed a chunk of it."""
 
     key: str
-    """As in the step's ChunkInput."""
+    """The key in the step's ChunkInput."""
     first: int
-    """Position of tokens[0]; not behind the first token of the step's share less the number of modules."""
+    """Position of tokens[0]: at most the first token of the step's chunk minus the number of modules."""
     tokens: tuple[int, ...]
-    """All that is known from there on: prompt and chosen tokens, no drafts. Of a long prompt at least as many tokens
-    beyond the computed ones as the drafter has modules."""
+    """All known tokens from there on, of prompt and answer, without drafts. Of a long prompt, at least as many tokens
+    after the computed ones as the drafter has modules."""
     num_computed: int
-    """Tokens [0, num_computed) have been computed by the target. Behind a verification: less than the share's stop."""
+    """The target has computed tokens [0, num_computed). Less than the chunk's stop if drafts were rejected."""
     tables: tuple[BlockTable, ...]
     num_drafts: int
-    """0: bring the cache up to date, and draft nothing. More only where num_computed is all but the last token."""
+    """How many drafts to make. 0: only bring the cache up to date. Above 0 only if all but the last token are
+    computed."""
     base: int = 0
-    """A chain's cache begins here, at the first token of a block: a cold start. Its slots before are never read."""
+    """Cold start of a chain: its cache begins at this token, the first of a block. Earlier slots are never read."""
     cold: bool = False
-    """A draft model's cache of the prompt is empty: `first` is 0, and it computes all of it."""
+    """Cold start of a draft model: its cache of the prompt is empty, `first` is 0, and it computes the whole prompt."""
     draft_sampling: DraftSampling | None = None
-    """None: the drafts are the likeliest tokens."""
+    """None: the drafts are the drafter's likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """One call of the drafter."""
+    """The input of one call of the drafter."""
 
     chunks: tuple[DraftChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """The drafts of each share of a DraftInput, in its order."""
+    """The drafts for each chunk of a DraftInput, in its order."""
 
     drafts: tuple[tuple[int, ...], ...]
     draft_probs: tuple[torch.Tensor | None, ...] = ()

@@ -1,4 +1,4 @@
-"""The drafter of an engine: found and checked before anything is allocated, its layers in the cache, its making."""
+"""The drafter of an engine: how it is found and checked, which layers it has in the cache, how it is built."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -33,31 +33,31 @@ Tensors = Iterator[tuple[str, tuple[int, ...]]]
 
 
 class OpenWeights(Weights, Protocol):
-    """A checkpoint that can say whether it is whole."""
+    """A checkpoint that can check whether it is complete."""
 
     def check_tensors(self, expected: Tensors) -> None:
-        """Raises UnknownModel for the first tensor that is missing, or has another shape."""
+        """Raises UnknownModel for the first tensor that is missing or has another shape."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """A drafter that was found and checked. Its weights may be in other processes."""
+    """A drafter that was found and checked. Its weights may be loaded in other processes."""
 
     speculative: SpeculativeConfig
     directory: Path | None
-    """Of a checkpoint of its own; None: it has none, or is in the target's."""
+    """The directory of its own checkpoint; None: it has none, or is part of the target's."""
     config: ModelConfig | None
-    """Of the layers that keep KV; None for drafters that know only the text."""
+    """The config of its layers that keep KV; None for drafters that know only the text."""
 
     @property
     def aux_layers(self) -> tuple[int, ...] | None:
-        """The target's layers whose inputs the drafter reads (R4)."""
+        """The target's layers whose inputs the drafter reads (R4), or None."""
         return self.config.aux_layers if isinstance(self.config, eagle3.Eagle3Config) else None
 
     @property
     def num_slots_ahead(self) -> int:
-        """How many slots behind the last known token the drafter writes while it drafts."""
+        """How many slots after the last known token the drafter writes to while it drafts."""
         count, method = self.speculative.num_tokens, self.speculative.settings.method
         if method in TEXT_METHODS:
             return 0
@@ -65,12 +65,14 @@ class DrafterInfo:
 
     @property
     def starts_cold(self) -> bool:
-        """On decode: its cache of a prompt that was handed over is empty."""
+        """Whether, on decode, its cache of a prompt that was handed over is empty."""
         return self.config is not None and self.speculative.settings.cold_start
 
     def caches(self, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-        """What its layers keep on one rank: on the last stage, under names of their own, by which they are handed over;
-        of a drafter that starts cold, nothing is told to peers."""
+        """Returns what its layers keep on one rank. Only the last stage has any; they are handed over by their names.
+
+        Layers of a drafter that starts cold are private: peers do not learn of them.
+        """
         layers = self._caches(shard, kv)
         if not self.starts_cold:
             return layers
@@ -95,8 +97,10 @@ class DrafterInfo:
 
 
 def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelConfig, *, pp: int = 1) -> DrafterInfo:
-    """Find and check the drafter of a target in `directory`. Raises UnknownModel, or ConfigError where the two, or the
-    drafter and `pp` stages, do not go together."""
+    """Finds and checks the drafter of the target in `directory`.
+
+    Raises UnknownModel, or ConfigError if the drafter does not fit the target or `pp` stages.
+    """
     if settings.method in TEXT_METHODS:
         return DrafterInfo(SpeculativeConfig(settings, 0), None, None)
     if settings.method == "mtp":
@@ -125,8 +129,8 @@ def open_drafter(settings: SpeculationSettings, directory: Path, target: ModelCo
         )
     if any(kind not in ("full", "window") for kind in draft.layer_kinds):
         raise ConfigError(
-            f"the draft model {settings.model!r} has layers with a recurrent state, which cannot go back to before a "
-            "draft that fell. Use a draft model with attention alone."
+            f"the draft model {settings.model!r} has layers with a recurrent state, which cannot be undone for a "
+            "rejected draft. Use a draft model with attention layers only."
         )
     return DrafterInfo(SpeculativeConfig(settings, 0), own, draft)
 
@@ -139,15 +143,15 @@ def _read(path: Path, read: Callable[[dict[str, Any]], T]) -> T:
 
 
 def make_drafter(
-    card: DrafterInfo,
+    info: DrafterInfo,
     target: ModelConfig,
     target_weights: OpenWeights,
     open_weights: Callable[[Path], OpenWeights],
     cache: KVCache,
     shard: Shard,
 ) -> Drafter | None:
-    """Load the drafter of one rank; None where this rank has none. Raises UnknownModel."""
-    if card.config is None or not shard.is_last:
+    """Loads the drafter of one rank; None if the rank has none. Raises UnknownModel."""
+    if info.config is None or not shard.is_last:
         return None
     device, dtype = target_weights.device, target_weights.dtype
     pages: dict[str, LayerPages] = {}
@@ -156,39 +160,39 @@ def make_drafter(
         return StepBatch(cache, shares, dtype, pages)
 
     alone = replace(shard, pp_rank=0, pp_size=1)
-    if card.speculative.settings.method == "draft_model":
-        assert card.directory is not None, "a draft model is a checkpoint of its own"
-        weights = open_weights(card.directory)
-        family = family_of(card.config.architecture)
-        weights.check_tensors(family.expected_tensors(card.config))
-        network = family.build(card.config, weights, alone)
+    if info.speculative.settings.method == "draft_model":
+        assert info.directory is not None, "a draft model is a checkpoint of its own"
+        weights = open_weights(info.directory)
+        family = family_of(info.config.architecture)
+        weights.check_tensors(family.expected_tensors(info.config))
+        network = family.build(info.config, weights, alone)
         return DraftModel(network, make_batch, device=device, block_tokens=cache.block_tokens)
     unsafe, lookahead = (
-        card.speculative.settings.unsafe_without_backoff,
-        card.speculative.num_prefill_lookahead_tokens,
+        info.speculative.settings.unsafe_without_backoff,
+        info.speculative.num_prefill_lookahead_tokens,
     )
     return ChainDrafter(
-        _modules(card, target, target_weights, open_weights, alone),
+        _modules(info, target, target_weights, open_weights, alone),
         make_batch,
         device=device,
         block_tokens=cache.block_tokens,
-        max_positions=card.config.max_positions,
+        max_positions=info.config.max_positions,
         lost=prefill_backoff(mamba=False, lookahead=lookahead) if unsafe else 0,
     )
 
 
 def _modules(
-    card: DrafterInfo,
+    info: DrafterInfo,
     target: ModelConfig,
     target_weights: OpenWeights,
     open_weights: Callable[[Path], OpenWeights],
     shard: Shard,
 ) -> "Sequence[mtp.MtpModule] | Sequence[eagle3.Eagle3]":
-    if isinstance(card.config, eagle3.Eagle3Config):
-        assert card.directory is not None, "an EAGLE head is a checkpoint of its own"
-        weights = open_weights(card.directory)
-        weights.check_tensors(eagle3.expected_tensors(card.config))
-        return [eagle3.Eagle3(card.config, weights, shard, target_weights)]
-    assert isinstance(card.config, LlamaConfig), "modules are layers of the Llama kind"
-    target_weights.check_tensors(mtp.expected_tensors(card.config, target.num_layers))
-    return mtp.build_modules(card.config, target_weights, shard, first=target.num_layers)
+    if isinstance(info.config, eagle3.Eagle3Config):
+        assert info.directory is not None, "an EAGLE head is a checkpoint of its own"
+        weights = open_weights(info.directory)
+        weights.check_tensors(eagle3.expected_tensors(info.config))
+        return [eagle3.Eagle3(info.config, weights, shard, target_weights)]
+    assert isinstance(info.config, LlamaConfig), "modules are layers of the Llama kind"
+    target_weights.check_tensors(mtp.expected_tensors(info.config, target.num_layers))
+    return mtp.build_modules(info.config, target_weights, shard, first=target.num_layers)

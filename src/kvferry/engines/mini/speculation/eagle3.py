@@ -1,8 +1,8 @@
-"""EAGLE-3 heads (arXiv 2503.01840) as the `speculators` package writes them.
+"""EAGLE-3 heads (arXiv 2503.01840) in the format of the `speculators` package.
 
-One layer whose attention reads the last token's embedding beside the hidden state; the hidden state of a slot comes, at
-first, from three layers of the target (`fc`), and of deeper drafts from the head's own output. The head has a smaller
-vocabulary: `d2t[i]` is how far the target's id lies behind draft id `i`.
+A head is one layer whose attention reads the last token's embedding beside the hidden state. For the first draft the
+hidden state comes from three layers of the target (`fc`), for deeper drafts from the head's own output. The head has a
+smaller vocabulary: draft id `i` stands for the target's token id `i + d2t[i]`.
 """
 
 from collections.abc import Iterator
@@ -27,23 +27,26 @@ EMBEDDING = "embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Config(LlamaConfig):
-    """One layer, and what it reads. `vocab_size` is the target's."""
+    """The config of a head. `vocab_size` is the target's."""
 
     draft_vocab: int
     aux_layers: tuple[int, ...]
-    """The inputs of these layers of the target: behind as many layers."""
+    """The head reads the inputs of these layers of the target: hidden states after that many layers."""
     norm_before_residual: bool
 
 
 def read_eagle3(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
-    """config.json of a speculators checkpoint. KeyError, TypeError and ValueError as families.base.Family.read;
-    ConfigError for a head of another target."""
+    """Reads config.json of a speculators checkpoint.
+
+    Raises KeyError, TypeError and ValueError as families.base.Family.read does, and ConfigError for a head that was
+    made for another target.
+    """
     if raw.get("speculators_model_type") != "eagle3":
         raise ValueError(f"speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
     layer = {**raw["transformer_layer_config"], "architectures": ["Eagle3"]}
     common = common_entries(layer)
     if common["num_layers"] != 1:
-        raise ValueError(f"the head has {common['num_layers']} layers, and one is what an EAGLE-3 head has")
+        raise ValueError(f"the head has {common['num_layers']} layers, and an EAGLE-3 head has one")
     if common["hidden"] != target.hidden:
         raise ConfigError(
             f"the head's hidden_size is {common['hidden']}, the target's {target.hidden}. Use a head that was trained "
@@ -69,7 +72,7 @@ def read_eagle3(raw: dict[str, Any], target: ModelConfig) -> Eagle3Config:
 
 
 def expected_tensors(config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that the head must have; its own embedding is optional."""
+    """Yields name and shape of every tensor that the head must have; an embedding of its own is optional."""
     hidden, inner = config.hidden, config.intermediate
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "fc.weight", (hidden, len(config.aux_layers) * hidden)
@@ -88,10 +91,10 @@ def expected_tensors(config: Eagle3Config) -> Iterator[tuple[str, tuple[int, ...
 
 
 class Eagle3:
-    """See chain.Module."""
+    """An EAGLE-3 head. Implements chain.Module."""
 
     def __init__(self, config: Eagle3Config, weights: Weights, shard: Shard, target: Weights) -> None:
-        """`target`: where the embedding comes from if the head has none."""
+        """`target` provides the embedding if the head has none."""
         self._width, self._eps = (config.hidden,), config.norm_eps
         self._norm_before_residual = config.norm_before_residual
         own = weights.has(EMBEDDING)
@@ -125,11 +128,11 @@ class Eagle3:
         self._table = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
 
     def lift(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, layers * hidden] of the auxiliary layers, side by side, into one hidden state."""
+        """Combines the hidden states of the auxiliary layers, [rows, layers * hidden], into one: [rows, hidden]."""
         return self._fc(hidden)
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         width, eps = self._width, self._eps
         embedded = functional.rms_norm(functional.embedding(tokens, self._embedding), width, self._input_norm, eps)
         normed = functional.rms_norm(before, width, self._hidden_norm, eps)
@@ -139,11 +142,11 @@ class Eagle3:
         return self._mlp.plus(functional.rms_norm(x, width, self._mlp_norm, eps), x)
 
     def choose(self, out: torch.Tensor) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         return self._ids[self._own_logits(out).argmax(dim=-1)]
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         own = self._own_logits(out)
         return own.new_full((len(out), self._vocab_size), float("-inf")).index_copy_(1, self._ids, own)
 

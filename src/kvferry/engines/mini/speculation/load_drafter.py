@@ -1,4 +1,4 @@
-"""From an engine's settings to its drafter: found with the model, loaded on each rank behind it."""
+"""Finds the drafter of an engine together with its model, and loads it on each rank after the model."""
 
 from pathlib import Path
 
@@ -15,26 +15,26 @@ __all__ = ["find_drafter", "load_drafter"]
 
 
 def find_drafter(settings: EngineSettings, model: OpenedModel) -> DrafterInfo | None:
-    """None without speculation. Raises UnknownModel or ConfigError."""
+    """Returns the drafter, or None without speculation. Raises UnknownModel or ConfigError."""
     if settings.speculation is None:
         return None
     return open_drafter(settings.speculation, model.directory, model.config, pp=settings.pp)
 
 
-def load_drafter(card: DrafterInfo | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
-    """The drafter of one rank; None where it has none. Raises UnknownModel."""
-    if card is None:
+def load_drafter(info: DrafterInfo | None, model: LoadedModel, cache: KVCache, shard: Shard) -> Drafter | None:
+    """Loads the drafter of one rank; None if the rank has none. Raises UnknownModel or ConfigError."""
+    if info is None:
         return None
 
     def weights(directory: Path) -> OpenWeights:
         return Checkpoint(directory, model.dtype, model.device)
 
-    if card.aux_layers is not None:
+    if info.aux_layers is not None:
         capture_hidden = getattr(model.network, "capture_hidden", None)
         if capture_hidden is None:
             raise ConfigError(
                 f"speculative method='eagle3' reads hidden states between layers, which {model.config.architecture} "
-                "does not tell. Use a target of the Llama family, or another method."
+                "does not provide. Use a target of the Llama family, or another method."
             )
-        capture_hidden(card.aux_layers)
-    return make_drafter(card, model.config, weights(model.directory), weights, cache, shard)
+        capture_hidden(info.aux_layers)
+    return make_drafter(info, model.config, weights(model.directory), weights, cache, shard)

@@ -1,7 +1,7 @@
-"""MTP modules as DeepSeek-V3 has them (arXiv 2412.19437, 2.2), each with one layer of the Llama kind.
+"""MTP modules in the form of DeepSeek-V3 (arXiv 2412.19437, section 2.2), each with one layer of the Llama kind.
 
-In the target's own checkpoint, `num_nextn_predict_layers` of them, behind its layers: `model.layers.<L + i>.enorm`,
-`hnorm`, `eh_proj`, `shared_head.norm`, and a layer's usual tensors. Embedding and head are the target's.
+The target's own checkpoint has `num_nextn_predict_layers` of them, after its L layers: `model.layers.<L + i>.enorm`,
+`hnorm`, `eh_proj`, `shared_head.norm`, and the usual tensors of a layer. Embedding and head are the target's.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ __all__ = ["MtpModule", "build_modules", "expected_tensors", "read_modules"]
 
 
 def read_modules(raw: dict[str, Any]) -> LlamaConfig | None:
-    """The modules of a checkpoint's config.json, as layers of a config of their own; None if it has none.
+    """Reads the modules from a checkpoint's config.json, as layers of a config of their own; None if it has none.
 
-    KeyError, TypeError and ValueError as families.base.Family.read.
+    Raises KeyError, TypeError and ValueError as families.base.Family.read does.
     """
     count = int(raw.get("num_nextn_predict_layers") or 0)
     if not count:
@@ -45,7 +45,7 @@ def read_modules(raw: dict[str, Any]) -> LlamaConfig | None:
 
 
 def expected_tensors(config: LlamaConfig, first: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of the modules; `first`: how many layers the target has."""
+    """Yields name and shape of every tensor of the modules. `first`: the number of layers of the target."""
     hidden, inner = config.hidden, config.intermediate
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for i in range(config.num_layers):
@@ -63,15 +63,15 @@ def expected_tensors(config: LlamaConfig, first: int) -> Iterator[tuple[str, tup
 
 
 def build_modules(config: LlamaConfig, weights: Weights, shard: Shard, *, first: int) -> "list[MtpModule]":
-    """All modules of one tensor-parallel rank of the last stage."""
-    # Embedding and head of their own: on a last stage that is not the first, the target may have no embedding at all.
+    """Returns all modules, for one tensor-parallel rank of the last stage."""
+    # The modules load embedding and head themselves: a last stage that is not the first may have no embedding.
     ends = Ends(weights, config, replace(shard, pp_rank=0, pp_size=1))
     table = rope_tables(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
     return [MtpModule(config, weights, shard, i, first, ends, table) for i in range(config.num_layers)]
 
 
 class MtpModule:
-    """See chain.Module."""
+    """One MTP module. Implements chain.Module."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class MtpModule:
         self._norm = weights.take(f"{name}.shared_head.norm.weight")
 
     def lift(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, as they are."""
+        """Returns the target's hidden states unchanged."""
         return hidden
 
     def run(self, tokens: torch.Tensor, before: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         width, eps = self._width, self._eps
         embedded = functional.rms_norm(self._ends.embed(tokens), width, self._enorm, eps)
         x = self._join(torch.cat([embedded, functional.rms_norm(before, width, self._hnorm, eps)], dim=-1))
@@ -109,9 +109,9 @@ class MtpModule:
         return self._mlp.plus(functional.rms_norm(x, width, self._mlp_norm, eps), x)
 
     def choose(self, out: torch.Tensor) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         return self.logits(out).argmax(dim=-1)
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """See chain.Module."""
+        """Implements chain.Module."""
         return self._ends.project(functional.rms_norm(out, self._width, self._norm, self._eps))

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last time that its last few tokens occurred (prompt lookup)."""
+"""Drafts from the text itself: the tokens that followed the last earlier occurrence of its end (prompt lookup)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,27 +9,29 @@ __all__ = ["NgramDrafter", "TextDrafter"]
 
 
 class TextDrafter(Protocol):
-    """A drafter that knows only tokens. On the engine's thread; never blocks."""
+    """A drafter that knows only tokens. Called on the engine's thread; never blocks."""
 
     def propose(self, request: RequestId, tokens: Sequence[int], count: int) -> list[int]:
-        """At most `count` drafts of what follows `tokens`: prompt and answer so far, which only ever grow at the end,
-        or begin again with the same prompt."""
+        """Returns at most `count` drafts for what follows `tokens`, the prompt and the answer so far.
+
+        From call to call a request's tokens only grow at the end, or begin again with the same prompt.
+        """
         ...
 
     def forget(self, request: RequestId, answer: Sequence[int]) -> None:
-        """The request has ended with this answer. Unknown ids are no error."""
+        """Forgets a request that has ended with this answer. Unknown ids are ignored."""
         ...
 
 
 class NgramDrafter:
-    """Looks for the longest run of last tokens, from `longest` down to `shortest`, where it occurred last before."""
+    """Looks up the last tokens, from `longest` down to `shortest` of them, at their last earlier occurrence."""
 
     def __init__(self, *, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
         self._indices: dict[RequestId, _Index] = {}
 
     def propose(self, request: RequestId, tokens: Sequence[int], count: int) -> list[int]:
-        """See TextDrafter."""
+        """Implements TextDrafter."""
         index = self._indices.setdefault(request, _Index(self._sizes))
         index.extend(tokens)
         for size in self._sizes:
@@ -38,17 +40,17 @@ class NgramDrafter:
                 if at is not None:
                     text = list(tokens[at:])
                     for i in range(count - len(text)):
-                        text.append(text[i])  # a text that repeats itself goes on repeating
+                        text.append(text[i])  # a text that repeats itself is assumed to continue repeating
                     return text[:count]
         return []
 
     def forget(self, request: RequestId, answer: Sequence[int]) -> None:
-        """See TextDrafter."""
+        """Implements TextDrafter."""
         self._indices.pop(request, None)
 
 
 class _Index:
-    """Where each run of tokens ended last, less the run at the very end, which would only find itself."""
+    """Maps each run of tokens to where it last ended, except the run at the very end, which would find itself."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes

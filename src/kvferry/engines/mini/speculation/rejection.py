@@ -1,14 +1,14 @@
-"""Which drafts stand, and what is chosen behind them: greedy and by chance, with the target's distribution kept.
+"""Verifies drafts: which are accepted, and the token that follows. The answers keep the target's distribution.
 
-Rejection sampling (Leviathan et al. 2023, Chen et al. 2023): a draft d that was drawn from q stands with probability
-min(1, p(d) / q(d)); where it falls, the token is drawn from what of p lies above q. p is the target's distribution as
-the request wants it, behind penalties, temperature and filters.
+Rejection sampling (Leviathan et al. 2023, Chen et al. 2023): a draft d that was sampled from q is accepted with
+probability min(1, p(d) / q(d)); if it is rejected, the token is sampled from the part of p above q, max(0, p - q). p is
+the target's distribution for the request, after penalties, temperature and filters.
 
-A drafter that names its likeliest token (`ngram`, `suffix`, and the others by default) is the special case in which q
-is all on d. Then a draft stands with probability p(d), and the token instead is drawn from p without d. That is the
-same as to draw one token from p and to see whether it is the draft. So there we draw as without speculation, with the
-same numbers from the same seeds: not only the distribution, but every single answer is the one that the request would
-have had without drafts.
+A drafter that drafts its likeliest token (`ngram`, `suffix`, and the others by default) is the special case in which q
+is 1 at d. Then a draft is accepted with probability p(d), and a replacement is sampled from p without d: the same as
+sampling one token from p and comparing it with the draft. So in this case tokens are sampled as without speculation,
+with the same random numbers from the same seeds: not only the distribution but every single answer equals the one
+without drafts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,13 @@ from kvferry.engines.mini.compute.sampling import (
     sample_tokens,
     uniform,
 )
-from kvferry.engines.mini.speculation.sampled_drafts import accept_number, instead_number
+from kvferry.engines.mini.speculation.sampled_drafts import accept_number, replacement_number
 
 __all__ = ["above", "rows_of", "verify"]
 
 
 def rows_of(row: SamplingRow, drafts: Sequence[int]) -> list[SamplingRow]:
-    """`row` behind the last known token, and behind each draft, as if the drafts before it stood."""
+    """Returns `row` after the last known token and after each draft, as if the drafts up to there were accepted."""
     answer = list(row.answer)
     return [row, *(replace(row, answer=[*answer, *drafts[: i + 1]]) for i in range(len(drafts)))]
 
@@ -45,52 +45,52 @@ def verify(
     drafts: Sequence[Sequence[int]],
     draft_probs: Sequence[torch.Tensor | None] = (),
 ) -> list[list[SampledToken]]:
-    """The new tokens of each request: drafts that stand, and the one behind them. 1 to 1 + number of drafts.
+    """Returns the new tokens of each request: its accepted drafts and the token that follows them.
 
     `logits`: [sum of 1 + drafts, vocab_size], float32: for each request, those of its last known token and of each
     draft; overwritten. `draft_probs`: for each request [drafts, vocab_size], the distributions from which its drafts
     were sampled; None if they are the drafter's likeliest tokens. Empty means None for every request.
     """
-    drawn = draft_probs or (None,) * len(rows)
+    probs_of = draft_probs or (None,) * len(rows)
     ends = list(accumulate(1 + len(proposed) for proposed in drafts))
     spans = [range(end - 1 - len(proposed), end) for end, proposed in zip(ends, drafts, strict=True)]
-    sampled = [n for n, each in enumerate(drawn) if each is not None and drafts[n]]
+    sampled = [n for n, each in enumerate(probs_of) if each is not None and drafts[n]]
     others = [n for n in range(len(rows)) if n not in sampled]
     out: dict[int, list[SampledToken]] = {}
     for chosen_ones, method in ((others, _compare), (sampled, _reject)):
         if chosen_ones:
             mine = logits if len(chosen_ones) == len(rows) else logits[[i for n in chosen_ones for i in spans[n]]]
-            asked = [_Asked(rows_of(rows[n], drafts[n]), drafts[n], drawn[n]) for n in chosen_ones]
+            asked = [_Asked(rows_of(rows[n], drafts[n]), drafts[n], probs_of[n]) for n in chosen_ones]
             out.update(zip(chosen_ones, method(mine, asked), strict=True))
     return [out[n] for n in range(len(rows))]
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """One request."""
+    """One request whose drafts are verified."""
 
     rows: list[SamplingRow]
-    """Behind its last known token, and behind each draft."""
+    """The sampling rows after its last known token and after each draft."""
     drafts: Sequence[int]
     draft_probs: torch.Tensor | None
 
 
 def _compare(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
-    """Drafts are the likeliest tokens: what is chosen without them, up to the first that differs."""
+    """For likeliest drafts: yields the tokens that would be chosen without drafts, up to the first that differs."""
     chosen = iter(sample_tokens(logits, [row for one in asked for row in one.rows]))
     for one in asked:
         mine = [next(chosen) for _ in one.rows]
-        kept = 0
-        while kept < len(one.drafts) and mine[kept].token == one.drafts[kept]:
-            kept += 1
-        yield mine[: kept + 1]
+        accepted = 0
+        while accepted < len(one.drafts) and mine[accepted].token == one.drafts[accepted]:
+            accepted += 1
+        yield mine[: accepted + 1]
 
 
 def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[SampledToken]]:
-    """Drafts were drawn from `draft_probs`."""
+    """For sampled drafts: yields accepted drafts and the token that follows, by rejection sampling."""
     flat = [row for one in asked for row in one.rows]
     with_logprobs = any(row.sampling.logprobs is not None for row in flat)
-    untouched = torch.log_softmax(logits, dim=-1) if with_logprobs else None
+    unmodified = torch.log_softmax(logits, dim=-1) if with_logprobs else None
     for i, row in enumerate(flat):
         if row.changes_logits:
             apply_penalties(logits[i], row)
@@ -101,29 +101,31 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Samp
     draft_probs = torch.cat([one.draft_probs for one in asked if one.draft_probs is not None]).to(logits.device)
     ids = torch.tensor([draft for one in asked for draft in one.drafts], device=logits.device)[:, None]
     p, q = (iter(part.gather(1, ids)[:, 0].tolist()) for part in (target[drafted], draft_probs))
-    kept = [_num_that_stand(one, [next(p) for _ in one.drafts], [next(q) for _ in one.drafts]) for one in asked]
-    weights = target[[begin + count for begin, count in zip(begins, kept, strict=False)]]
-    fell = [n for n, one in enumerate(asked) if kept[n] < len(one.drafts)]
-    if fell:
+    accepted = [_num_accepted(one, [next(p) for _ in one.drafts], [next(q) for _ in one.drafts]) for one in asked]
+    weights = target[[begin + count for begin, count in zip(begins, accepted, strict=False)]]
+    rejected = [n for n, one in enumerate(asked) if accepted[n] < len(one.drafts)]
+    if rejected:
         firsts = [0, *accumulate(len(one.drafts) for one in asked)]
-        weights[fell] = above(weights[fell], draft_probs[[firsts[n] + kept[n] for n in fell]])
+        weights[rejected] = above(weights[rejected], draft_probs[[firsts[n] + accepted[n] for n in rejected]])
     points = [
-        (instead_number if kept[n] < len(one.drafts) else uniform)(one.rows[0].seed, len(one.rows[0].answer) + kept[n])
+        (replacement_number if accepted[n] < len(one.drafts) else uniform)(
+            one.rows[0].seed, len(one.rows[0].answer) + accepted[n]
+        )
         for n, one in enumerate(asked)
     ]
     last = sample(weights, points).tolist()
-    for n, (one, count) in enumerate(zip(asked, kept, strict=True)):
+    for n, (one, count) in enumerate(zip(asked, accepted, strict=True)):
         tokens, wanted = [*one.drafts[:count], last[n]], one.rows[0].sampling.logprobs
         yield [
             SampledToken(
-                t, None if untouched is None or wanted is None else logprobs_of(untouched[begins[n] + i], t, wanted)
+                t, None if unmodified is None or wanted is None else logprobs_of(unmodified[begins[n] + i], t, wanted)
             )
             for i, t in enumerate(tokens)
         ]
 
 
-def _num_that_stand(one: _Asked, p: Sequence[float], q: Sequence[float]) -> int:
-    """`p`, `q`: of each draft, by the target and by the drafter."""
+def _num_accepted(one: _Asked, p: Sequence[float], q: Sequence[float]) -> int:
+    """Returns how many drafts are accepted. `p`, `q`: each draft's probability by the target and by the drafter."""
     for i, row in enumerate(one.rows[:-1]):
         if accept_number(row.seed, len(row.answer)) * q[i] >= p[i]:
             return i
@@ -131,7 +133,8 @@ def _num_that_stand(one: _Asked, p: Sequence[float], q: Sequence[float]) -> int:
 
 
 def above(target: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
-    """What of the target's distribution the drafter's does not cover: tokens instead come from it. A row each."""
+    """Returns the part of the target's distribution above the drafter's, from which replacements come. One row per
+    request."""
     rest = (target - draft_probs).clamp_(min=0)
-    # Nothing is left where the two are equal but for rounding; then a draft falls by rounding alone.
+    # Nothing is left if the two are equal up to rounding; then a draft was rejected by rounding alone.
     return torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)

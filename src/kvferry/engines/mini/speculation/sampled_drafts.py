@@ -1,8 +1,9 @@
-"""Drafts by chance: from which distribution, and with which numbers.
+"""Sampled drafts: the distribution that they come from, and the random numbers that are used.
 
-Three streams of numbers from one seed, beside the one that choosing without drafts uses: for the draft at a place of
-the answer, for whether it stands, and for the token instead. A place is decided once, and whoever decides it has looked
-at no number of a place behind it: so a place may be drafted again with the number of its first, discarded draft.
+Besides the stream of random numbers that plain decoding uses, a seed gives three more: for the draft at a position of
+the answer, for whether it is accepted, and for the token that replaces it. A position is decided once, before any
+number of a later position is used; so a position may be drafted again with the same number after its first draft was
+discarded.
 """
 
 from collections.abc import Sequence
@@ -13,47 +14,47 @@ import torch
 from kvferry.engines.mini.compute.sampling import probabilities, sample, uniform
 from kvferry.engines.mini.speculation.draft_records import DraftSampling
 
-__all__ = ["Drafts", "accept_number", "draft_number", "instead_number", "name_next"]
+__all__ = ["Drafts", "accept_number", "draft_next", "draft_number", "replacement_number"]
 
 _STREAM = 1 << 40
-"""No answer is as long."""
+"""No answer is this long, so the streams never overlap."""
 
 
 def draft_number(seed: int, place: int) -> float:
-    """In [0, 1): which token is drafted for a place of the answer."""
+    """Returns a number in [0, 1) that decides which token is drafted for a position of the answer."""
     return uniform(seed, _STREAM + place)
 
 
 def accept_number(seed: int, place: int) -> float:
-    """In [0, 1): whether the draft for a place stands."""
+    """Returns a number in [0, 1) that decides whether the draft for a position is accepted."""
     return uniform(seed, 2 * _STREAM + place)
 
 
-def instead_number(seed: int, place: int) -> float:
-    """In [0, 1): the token of a place whose draft fell."""
+def replacement_number(seed: int, place: int) -> float:
+    """Returns a number in [0, 1) that decides which token replaces a rejected draft."""
     return uniform(seed, 3 * _STREAM + place)
 
 
 @dataclass(slots=True)
 class Drafts:
-    """What was drafted for one request in one call."""
+    """The drafts of one request in one call."""
 
     draft_sampling: DraftSampling | None
     tokens: list[int] = field(default_factory=list)
     draft_probs: list[torch.Tensor] = field(default_factory=list)
-    """Of each draft, if there is a chance: [vocab_size]."""
+    """Per draft, if drafts are sampled, the distribution that it was sampled from: [vocab_size]."""
 
     def result(self, count: int) -> tuple[tuple[int, ...], torch.Tensor | None]:
-        """The first `count` drafts for a DraftOutput."""
+        """Returns the first `count` drafts and their distributions, for a DraftOutput."""
         draft_probs = torch.stack(self.draft_probs[:count]).cpu() if self.draft_probs[:count] else None
         return tuple(self.tokens[:count]), draft_probs
 
 
-def name_next(logits: torch.Tensor, drafts: Sequence[Drafts]) -> None:
-    """One more draft of each request. `logits`: [len(drafts), vocab_size]; -inf for what the drafter cannot name.
+def draft_next(logits: torch.Tensor, drafts: Sequence[Drafts]) -> None:
+    """Adds one draft to each request. `logits`: [len(drafts), vocab_size]; -inf for tokens that cannot be drafted.
 
-    Temperature and filters are the request's, so that the drafter's distribution is near the target's; any other would
-    do as well for the answers' distribution, since `verify` knows it.
+    The request's temperature and filters apply, so that the drafter's distribution is close to the target's. The
+    answers keep the target's distribution whatever the drafter's is, because `verify` takes it into account.
     """
     tokens = logits.argmax(dim=-1)
     random = [(row, one, one.draft_sampling) for row, one in enumerate(drafts) if one.draft_sampling is not None]

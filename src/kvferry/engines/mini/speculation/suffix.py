@@ -1,11 +1,11 @@
 """Drafts from counted suffixes of this request's text and of earlier answers (SuffixDecoding, arXiv 2411.04975).
 
 Every run of up to `depth` tokens is a path in a tree whose nodes count how often the run occurred. The longest suffix
-of the text that is a path leads to a node; drafts go down from there along the child that was seen most often, as long
-as it was seen often enough, and no further than the match was long: a long match is worth more trust.
+of the text that is a path leads to a node. Drafts follow the most frequent child from there, as long as it was frequent
+enough, and only as far as the length of the match allows: a longer match is trusted further.
 
-Counting is Python on the engine's thread, some 50 us a token: each proposal counts a few tokens that nobody has counted
-yet, so a long prompt or answer is there after some steps and no step waits for all of it.
+Counting is Python on the engine's thread, about 50 us per token. Each proposal therefore counts a limited number of new
+tokens: a long prompt or answer is counted over several steps, and no step waits for all of it.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ from kvferry.ids import RequestId
 __all__ = ["SuffixDrafter"]
 
 MAX_COUNTED = 128
-"""Tokens that one proposal counts: of its request's text, and as many of earlier answers."""
+"""The most tokens that one proposal counts in its request's text, and also in earlier answers."""
 MAX_PROMPT_TOKENS = 8192
-"""Of a prompt only its end is counted: a node takes about 300 bytes, and a token up to `depth` nodes."""
+"""Only this many last tokens of a prompt are counted: a node takes about 300 bytes, a token up to `depth` nodes."""
 
 
 @dataclass(slots=True)
@@ -29,17 +29,17 @@ class _Node:
 
 
 class _Tree:
-    """Counts of all runs of up to `depth` tokens."""
+    """Counts all runs of up to `depth` tokens."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._root = _Node()
         self._length = 0
         self._open: list[_Node] = []
-        """Where the runs that end with the last token stand, the shortest first."""
+        """The nodes of the runs that end with the last token, shortest run first."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Some more of the tokens behind those that are here already; `tokens` is the whole text."""
+        """Counts some of the tokens that are not counted yet. `tokens` is the whole text."""
         if not self._length:
             self._length = max(0, len(tokens) - MAX_PROMPT_TOKENS)
         for token in tokens[self._length : self._length + MAX_COUNTED]:
@@ -55,20 +55,20 @@ class _Tree:
         return child
 
     def add(self, tokens: Sequence[int], sign: int) -> Iterator[None]:
-        """A whole text of its own (sign 1), or the same one taken back (-1): a token with each element."""
+        """Adds a separate text (sign 1), or removes it again (-1). Handles one token per element that it yields."""
         for start in range(len(tokens)):
             node = self._root
             for token in tokens[start : start + self._depth]:
                 child = node.children.setdefault(token, _Node())
                 child.count += sign
                 if child.count <= 0:
-                    del node.children[token]  # whatever is below it was seen no more often
+                    del node.children[token]  # nodes below it were seen no more often
                     break
                 node = child
             yield
 
     def find(self, suffix: Sequence[int]) -> "_Node | None":
-        """The node of a run; None where nothing ever followed it."""
+        """Returns the node of a run, or None if no token ever followed it."""
         node = self._root
         for token in suffix:
             child = node.children.get(token)
@@ -79,7 +79,7 @@ class _Tree:
 
 
 class SuffixDrafter:
-    """One tree for each request, and one of earlier answers, whichever matches longer. Satisfies TextDrafter."""
+    """Drafts from one tree per request and one of earlier answers, whichever matches longer. Implements TextDrafter."""
 
     def __init__(self, *, depth: int, max_cached_tokens: int, max_factor: float, min_share: float) -> None:
         self._depth = depth
@@ -91,10 +91,10 @@ class SuffixDrafter:
         self._kept: deque[tuple[int, ...]] = deque()
         self._num_kept_tokens = 0
         self._to_count: deque[Iterator[None]] = deque()
-        """Answers that come and go, in this order."""
+        """Answers that are being added to or removed from the tree, in this order."""
 
     def propose(self, request: RequestId, tokens: Sequence[int], count: int) -> list[int]:
-        """See TextDrafter."""
+        """Implements TextDrafter."""
         own = self._own.setdefault(request, _Tree(self._depth))
         own.extend(tokens)
         self._count_answers()
@@ -125,7 +125,7 @@ class SuffixDrafter:
         return drafts
 
     def forget(self, request: RequestId, answer: Sequence[int]) -> None:
-        """See TextDrafter. The answer may serve other requests from now on."""
+        """Implements TextDrafter. The answer may give drafts for other requests from now on."""
         if self._own.pop(request, None) is None or not answer or not self._max_cached_tokens:
             return
         kept = tuple(answer[-self._max_cached_tokens :])
