@@ -60,6 +60,18 @@ def test_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert "203.0.113.7" in told(capsys)
 
 
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_side_channel_address_that_is_not_ours_is_reported_before_a_model_is_looked_for(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    assert main(["key", "new", str(key)]) == ExitCode.OK
+    capsys.readouterr()
+    flags = ["--side-channel-host", "203.0.113.7", "--key-file", str(key), "--port", "0"]
+    assert main([command, "/nowhere", *flags]) == ExitCode.ERROR
+    assert "cannot listen on --side-channel-host '203.0.113.7' --side-channel-port 0: " in told(capsys)
+
+
 def test_no_model_at_that_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere/at/all", "--port", "0"]) == ExitCode.ERROR
     assert "/nowhere/at/all" in told(capsys)

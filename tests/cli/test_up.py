@@ -163,6 +163,15 @@ async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tin
     assert not any(map(exists, pids.values()))
 
 
+async def test_a_drained_worker_leaves_the_others_serving(start: Start, tiny: Path, tmp_path: Path) -> None:
+    fleet = Fleet(start, tiny, tmp_path)
+    os.kill(fleet.pids()["prefill-0"], signal.SIGTERM)
+    until(lambda: "prefill-0" not in fleet.pids(), within_s=60)
+    answer = await fleet.complete()
+    assert answer.kvferry["handed_over"] == 0
+    fleet.end(signal.SIGINT, ExitCode.OK)
+
+
 async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanwhile(
     start: Start, tiny: Path, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -209,7 +210,10 @@ async def _run_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal
     try:
         while True:
             child = await supervisor.wait_ended()
-            terminal.error(child.how_it_ended())
+            drained = child.process.returncode == 0
+            (terminal.note if drained else terminal.error)(child.how_it_ended())
+            if drained and not args.restart and _can_serve(supervisor.children):
+                continue  # an operator has taken a worker out of service
             if not args.restart:
                 terminal.note("ending the others; --restart would start it again")
                 return ExitCode.ERROR
@@ -224,6 +228,12 @@ async def _run_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal
         for restart in restarts:
             restart.cancel()
         await asyncio.gather(*restarts, return_exceptions=True)
+
+
+def _can_serve(children: Sequence[Child]) -> bool:
+    """Returns whether the router and a decode worker are left."""
+    names = [child.spec.name for child in children]
+    return "router" in names and any(name.startswith("decode") for name in names)
 
 
 async def _start_again(

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import inspect
 import math
+import socket
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -156,10 +157,23 @@ def ferry_settings(args: argparse.Namespace) -> FerrySettings:
 
 
 def check_side_channel(settings: SideChannelSettings) -> None:
-    """Raises ConfigError for a missing or wrong key, before a model is loaded."""
+    """Raises ConfigError for a missing or wrong key, or an unusable address, before a model is loaded."""
     from kvferry.sidechannel.shared_key import load_key, require_key  # late: --help needs no zmq
 
     require_key(load_key(settings), settings.host, "listen there")
+    where = f"--side-channel-host {settings.host!r} --side-channel-port {settings.port!r}"
+    if not 0 <= settings.port <= 65535:
+        raise ConfigError(f"cannot listen on {where}: give a port from 0 to 65535; 0 takes a free one")
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"cannot listen on {where}: {reason}. Give an address of this machine, and a free port or 0"
+        ) from error
 
 
 def worker_argv(args: argparse.Namespace) -> list[str]:
