@@ -57,10 +57,7 @@ test-pure: setup  ## no process, no model, on all cores; also the slow ones: sim
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
 
 test-process: setup setup-gemma  ## models, and real processes over real NIXL: two files at a time
-	@# Real processes with real deadlines, on a machine that others share: what failed is run once more, by itself, and
-	@# shown both times. A fault fails twice.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15 || \
-	  $(BIN)/python -m pytest -q -m '$(PROCESSES)' --last-failed --last-failed-no-failures none
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15
 
 fuzz: setup  ## the property tests with 30 times as many examples, new ones each time; FUZZ=N for N times
 	FUZZ=$(or $(FUZZ),30) $(BIN)/python -m pytest -q -n auto -m 'hypothesis and not process and not engine and not vllm'
@@ -70,9 +67,7 @@ test-full: setup setup-gemma  ## SmolLM2 against transformers in all combination
 
 test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
 	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/engines/vllm/test_contract.py tests/engines/vllm/scheduler_side/test_prefix_hits.py tests/engines/vllm/worker_side/test_worker.py
-	@# As test-process: real deadlines on a shared machine; what failed is run once more.
-	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/engines/vllm/test_end_to_end.py --durations=10 || \
-	  KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/vllm --last-failed --last-failed-no-failures none
+	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/engines/vllm/test_end_to_end.py --durations=10
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
 	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20

@@ -22,6 +22,15 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not left, f"the test left behind: {'; '.join(left)}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left_behind() -> Iterator[None]:
+    """Fleets that several tests share have ended, too, when the session ends."""
+    before = Held.now()
+    yield
+    left = [one for one in left_since(before, owned=False) if one.startswith("process ")]
+    assert not left, f"the tests left behind: {'; '.join(left)}"
+
+
 @pytest.fixture(autouse=True)
 def clean_environ() -> Iterator[None]:
     """No KVFERRY_, UCX_ or NIXL_ variable of the developer's shell reaches a test."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from tests.harness.client import get, metrics
+from tests.harness.leaks import OWNED
 from tests.harness.until import until
 
 __all__ = ["Fleet", "Process"]
@@ -63,6 +64,7 @@ class Process:
                 start_new_session=True,
             )
         self.pids.append(self._process.pid)
+        OWNED.add(self._process.pid)
 
     def wait_ready(self) -> "Process":
         """Waits until it answers requests."""

@@ -7,13 +7,17 @@ names whatever is still there. Native threads of libraries (torch, UCX) are not 
 import gc
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness.until import until
 
-__all__ = ["Held", "left_since"]
+__all__ = ["OWNED", "Held", "left_since"]
 
+OWNED: set[int] = set()
+"""Processes that belong to a fleet which lives longer than one test, and which that fleet ends. A test may restart
+them; at the end of the session none may be left."""
 _STANDARD = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers of the standard library: one per interpreter, ended with it."""
 GRACE_S = 5.0
@@ -25,7 +29,8 @@ class Held:
     """A snapshot: each set names things of this process in words that a reader understands."""
 
     threads: frozenset[str]
-    processes: frozenset[str]
+    processes: Mapping[int, str]
+    """By process id: what a process runs changes when it begins another program."""
     sockets: frozenset[str]
     shared_memory: frozenset[str]
 
@@ -34,35 +39,36 @@ class Held:
         """What this process holds at this moment."""
         return cls(
             frozenset(f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()),
-            frozenset(_children()),
+            _children(),
             frozenset(f"socket {target} (descriptor {number})" for number, target in _descriptors("socket:")),
             frozenset(_shared_memory()),
         )
 
-    def beyond(self, before: "Held") -> list[str]:
-        """What is here now and was not there before."""
+    def beyond(self, before: "Held", *, owned: bool = True) -> list[str]:
+        """What is here now and was not there before. `owned`: processes of OWNED may be there."""
+        known = {*before.processes, *(OWNED if owned else ())}
         return sorted(
             (self.threads - before.threads)
-            | (self.processes - before.processes)
+            | {text for pid, text in self.processes.items() if pid not in known}
             | (self.sockets - before.sockets)
             | (self.shared_memory - before.shared_memory)
         )
 
 
-def left_since(before: Held, grace_s: float = GRACE_S) -> list[str]:
-    """What a test has left behind, once what was ending has ended."""
-    if not Held.now().beyond(before):
+def left_since(before: Held, grace_s: float = GRACE_S, *, owned: bool = True) -> list[str]:
+    """What a test has left behind, once what was ending has ended. `owned`: processes of OWNED may be there."""
+    if not Held.now().beyond(before, owned=owned):
         return []
     gc.collect()  # what only a reference circle keeps is no leak
     try:
-        until(lambda: not Held.now().beyond(before), "nothing is left", within_s=grace_s)
+        until(lambda: not Held.now().beyond(before, owned=owned), "nothing is left", within_s=grace_s)
     except AssertionError:
-        return Held.now().beyond(before)
+        return Held.now().beyond(before, owned=owned)
     return []
 
 
-def _children() -> list[str]:
-    found = []
+def _children() -> dict[int, str]:
+    found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text().split()
@@ -74,7 +80,7 @@ def _children() -> list[str]:
             except OSError:
                 continue
             if not any(name in command for name in _STANDARD):
-                found.append(f"process {pid} ({command.strip() or 'ended, not waited for'})")
+                found[int(pid)] = f"process {pid} ({command.strip() or 'ended, not waited for'})"
     return found
 
 

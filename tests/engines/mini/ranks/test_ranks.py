@@ -56,6 +56,7 @@ def make_ranked(launcher: Launcher) -> Iterator[Any]:
 
     def make(settings: EngineSettings, *, revives: bool = False) -> Engine:
         model, executor = build_executor(settings, launcher)
+
         revive = (lambda: (build_executor(settings, launcher)[1], None)) if revives else None
         engines.append(Engine(model, executor, settings, revive=revive))
         return engines[-1]
