@@ -14,18 +14,18 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "kvferry"
 
 DOCSTRINGS = {  # pattern, searched in each docstring (and each text beneath a field or constant): greatest count
-    r"\ASee ": 152,
-    r"\AOf ": 83,
-    r"\bbehind\b": 80,
-    r"\b(no|some)body\b": 63,
-    r"\bso many\b": 29,
-    r"\b(told|heard)\b": 99,
+    r"\ASee ": 103,
+    r"\AOf ": 65,
+    r"\bbehind\b": 64,
+    r"\b(no|some)body\b": 36,
+    r"\bso many\b": 20,
+    r"\b(told|heard)\b": 49,
 }
 FILES = {  # pattern, searched in the whole source: greatest count
-    r"told": 373,
-    r"\bheard\b": 56,
-    r"\b(no|some)body\b": 86,
-    r"\bso many\b": 30,
+    r"told": 196,
+    r"\bheard\b": 28,
+    r"\b(no|some)body\b": 52,
+    r"\bso many\b": 21,
 }
 
 
