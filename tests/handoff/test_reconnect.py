@@ -10,7 +10,7 @@ from kvferry.testing.ends import LocalEnd
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 
-NEAR, FAR = PeerName("near/i1/0"), PeerName("far/i1/0")
+LOCAL, REMOTE = PeerName("near/i1/0"), PeerName("far/i1/0")
 
 
 def _nixl(name: PeerName) -> Transport:
@@ -31,21 +31,21 @@ def _next_message(end: LocalEnd) -> bytes:
 def test_a_peer_is_heard_after_one_side_came_back(kind: str) -> None:
     hub = MemoryHub()
     make: Callable[[PeerName], Transport] = _nixl if kind == "nixl" else lambda name: MemoryTransport(name, hub=hub)
-    near, far = LocalEnd(make(NEAR), NEAR, (4096,)), LocalEnd(make(FAR), FAR, (4096,))
+    local, remote = LocalEnd(make(LOCAL), LOCAL, (4096,)), LocalEnd(make(REMOTE), REMOTE, (4096,))
     try:
-        near.transport.connect(FAR, far.transport.metadata(), far.regions)
-        far.transport.connect(NEAR, near.transport.metadata(), near.regions)
+        local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
+        remote.transport.connect(LOCAL, local.transport.metadata(), local.regions)
         for body in (b"one", b"two"):
-            near.transport.send(FAR, body)
-            assert _next_message(far) == body
-            far.transport.send(NEAR, body)
-            assert _next_message(near) == body
-        near.transport.disconnect(FAR)
-        near.transport.connect(FAR, far.transport.metadata(), far.regions)
-        near.transport.send(FAR, b"back")
-        assert _next_message(far) == b"back"
-        far.transport.send(NEAR, b"heard")
-        assert _next_message(near) == b"heard"
+            local.transport.send(REMOTE, body)
+            assert _next_message(remote) == body
+            remote.transport.send(LOCAL, body)
+            assert _next_message(local) == body
+        local.transport.disconnect(REMOTE)
+        local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
+        local.transport.send(REMOTE, b"back")
+        assert _next_message(remote) == b"back"
+        remote.transport.send(LOCAL, b"heard")
+        assert _next_message(local) == b"heard"
     finally:
-        near.close()
-        far.close()
+        local.close()
+        remote.close()

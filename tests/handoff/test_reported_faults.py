@@ -115,7 +115,7 @@ def test_a_write_deferred_past_the_lease_is_not_started(prepare: Prepare) -> Non
 
 @twice(off=mutants.first_failed_rank_frees)
 def test_one_rank_fails_while_its_sibling_still_writes(prepare: Prepare) -> None:
-    """R26, R28: the failure is told once, and the blocks wait for the sibling."""
+    """R26, R28: the failure is reported once, and the blocks wait for the sibling."""
     pair = Pair(PUSH, prefill_ranks=2, prepare=prepare)
     pair.want("t")
     pair.deliver()
@@ -320,7 +320,7 @@ def never_cuts(core: RankProtocol) -> None:
 
 @twice(off=never_cuts)
 def test_a_transfer_that_never_ends(prepare: Prepare) -> None:
-    """R29, I3: the request is told at its deadline; the connection goes, which ends the read; then blocks are free."""
+    """R29, I3: a failure is reported at the deadline; the connection goes, which ends the read; then blocks are free."""
     pair = Pair(PULL, prepare=prepare)
     pair.want("t")
     pair.offer("t")

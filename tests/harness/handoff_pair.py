@@ -23,7 +23,7 @@ class FakePorts:
     seconds: float = 0.1
     strangers: frozenset[int] = frozenset()
     """Ranks that owe us nothing."""
-    told: bytes = b""
+    digest_bytes: bytes = b""
     cells: int = 0
 
     def owes(self, peer: Peer) -> bool:
@@ -36,7 +36,7 @@ class FakePorts:
         return self.seconds
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        return self.told
+        return self.digest_bytes
 
     def check(
         self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes

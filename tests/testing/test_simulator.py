@@ -60,9 +60,9 @@ def test_a_hundred_thousand_handoffs_from_a_fresh_seed() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stderr)  # noqa: T201 - the seed, for whoever has to find it again
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["handoffs"] >= 100_000
-    assert told["violations"] == 0
+    result = json.loads(done.stdout)
+    assert result["handoffs"] >= 100_000
+    assert result["violations"] == 0
 
 
 def test_a_violation_shrinks_to_a_short_trace_that_fails_alike() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.ids import PeerName
 from kvferry.testing.ends import End, LocalEnd, ProcessEnd
-from kvferry.testing.transport_room import FAR, NEAR, THIRD
+from kvferry.testing.transport_room import LOCAL, REMOTE, THIRD
 from kvferry.testing.transport_suite import TransportSuite
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
@@ -42,13 +42,13 @@ class TestNixlBetweenProcesses(TransportSuite):
     @classmethod
     def _processes(cls) -> Iterator[None]:
         # Before the first test: no test starts a process that outlives it.
-        cls.processes = {name: ProcessEnd("nixl", name, (64,)) for name in (FAR, THIRD)}
+        cls.processes = {name: ProcessEnd("nixl", name, (64,)) for name in (REMOTE, THIRD)}
         yield
         for end in cls.processes.values():
             end.close()
 
     def make_end(self, name: PeerName, sizes: Sequence[int]) -> End:
-        if name == NEAR:
+        if name == LOCAL:
             return LocalEnd(make_transport("nixl", name), name, sizes)
         self.processes[name].renew(name, sizes)
         return Kept(self.processes[name])

@@ -1,1 +1,1 @@
-"""Shipped for users' tests too: a fake clock, a transport with faults, conformance suites, a simulator."""
+"""What tests need, for users too: a fake clock, a transport with faults, conformance suites, a simulator."""

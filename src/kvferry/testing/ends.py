@@ -1,4 +1,4 @@
-"""Two ends of a transport with memory of their own: in this process, or in one that is started for it.
+"""Ends of a transport with memory of their own: in this process, or in one that is started for it.
 
 Used by the conformance suite, by `kvferry doctor` and by `kvferry bench transfer`.
 """
@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class End(Protocol):
-    """A transport, registered, with one buffer a region."""
+    """A transport with registered memory: one buffer per region."""
 
     name: PeerName
     transport: Transport
@@ -102,13 +102,13 @@ class ProcessEnd:
         self.name = name
         self.timeout_s = timeout_s
         spawn = multiprocessing.get_context("spawn")
-        self._pipe, far = spawn.Pipe()
+        self._pipe, their_end = spawn.Pipe()
         self.process = spawn.Process(
-            target=_serve, args=(far, transport, name, tuple(sizes), dict(options or {}), dict(environment or {}))
+            target=_serve, args=(their_end, transport, name, tuple(sizes), dict(options or {}), dict(environment or {}))
         )
         self.process.daemon = True
         self.process.start()
-        far.close()
+        their_end.close()
         self.transport: Transport = _Forwarded(self, transport)
         self.regions: tuple[Region, ...] = ()
         if wait:
@@ -137,7 +137,7 @@ class ProcessEnd:
         return self.run(_read, region, offset, num_bytes)
 
     def run(self, function: Callable[..., Result], *args: object) -> Result:
-        """Call function(end, *args) over there, where `end` is its LocalEnd, and return the result."""
+        """Call function(end, *args) in the process, where `end` is its LocalEnd, and return the result."""
         self.start(function, *args)
         result: Result = self._answer(function.__name__)
         return result
@@ -147,11 +147,11 @@ class ProcessEnd:
         self._send((function, args))
 
     def wait_result(self) -> Any:
-        """The result of what `start` started."""
+        """Return the result of what `start` started."""
         return self._answer("the call")
 
     def kill(self) -> None:
-        """End the process without a word, as a crash would."""
+        """End the process without warning, as a crash would."""
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
@@ -188,7 +188,7 @@ class ProcessEnd:
 
 
 class _Forwarded:
-    """The Transport of a ProcessEnd, as seen from here."""
+    """The Transport of a ProcessEnd: forwards each call to the process."""
 
     def __init__(self, end: ProcessEnd, name: str) -> None:
         self._end = end
@@ -255,7 +255,7 @@ def _serve(
     options: dict[str, object],
     environment: dict[str, str],
 ) -> None:
-    """The whole life of the started process."""
+    """Runs the started process from its start to its end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes us
     os.environ.update(environment)

@@ -10,9 +10,9 @@ class FakeClock:
         self.time_s = time_s
 
     def now_s(self) -> float:
-        """The time that the test set."""
+        """Returns the time that the test set."""
         return self.time_s
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` pass."""
+        """Lets `seconds` pass."""
         self.time_s += seconds

@@ -11,10 +11,10 @@ from kvferry.layout.blocks import Runs
 from kvferry.testing.ends import End
 from kvferry.transport.base import Completion, Polled, Received, Ticket
 
-__all__ = ["FAR", "NEAR", "SIZE", "THIRD", "Room", "runs"]
+__all__ = ["LOCAL", "REMOTE", "SIZE", "THIRD", "Room", "runs"]
 
 SIZE = 1 << 16
-NEAR, FAR, THIRD = PeerName("near/i1/0"), PeerName("far/i1/0"), PeerName("third/i1/0")
+LOCAL, REMOTE, THIRD = PeerName("near/i1/0"), PeerName("far/i1/0"), PeerName("third/i1/0")
 _PAUSE = threading.Event()
 
 
@@ -45,12 +45,12 @@ class Room:
 
     def pair(self, sizes: Sequence[int] = (SIZE,)) -> tuple[End, End]:
         """Makes two connected ends, with different content in their memory."""
-        near, far = self.end(NEAR, sizes), self.end(FAR, sizes)
-        for seed, end in enumerate((near, far)):
+        local, remote = self.end(LOCAL, sizes), self.end(REMOTE, sizes)
+        for seed, end in enumerate((local, remote)):
             for index, size in enumerate(sizes):
                 end.fill(index, np.random.default_rng((seed, index)).bytes(size))
-        self.connect(near, far)
-        return near, far
+        self.connect(local, remote)
+        return local, remote
 
     def connect(self, one: End, other: End) -> None:
         """Connects two ends, both ways."""

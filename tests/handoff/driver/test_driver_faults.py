@@ -54,7 +54,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def test_a_transfer_that_fails(world: World) -> None:
-    """R29: told with its reason; the blocks come back on both sides; the next one works."""
+    """R29: reported with its reason; the blocks come back on both sides; the next one works."""
     p, d = world.pair()
     world.hub.faults.fail_next = 1
     world.hand_over(p, d, "t1")
@@ -68,7 +68,7 @@ def test_a_transfer_that_fails(world: World) -> None:
 
 
 def test_prefill_is_killed(world: World) -> None:
-    """R28, R29: decode is told within its lease; nothing of the peer is left after another one takes its name."""
+    """R28, R29: the failure is reported within its lease; nothing of the peer is left after its successor came."""
     p, d = world.pair()
     world.hub.faults.hold = True
     world.hand_over(p, d, "t1")
@@ -118,7 +118,7 @@ def test_a_hanging_handoff_does_not_block_another(world: World) -> None:
 
 
 def test_cancel_and_withdraw(world: World) -> None:
-    """R28: both sides get their blocks back, by `released`, and no end is told twice."""
+    """R28: both sides get their blocks back, by `released`, and no end is reported twice."""
     p, d = world.pair()
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     d.submit(StepOrders(cancel=(Cancel(TransferId("t1"), p.engine, p.incarnation, "gone"),)))
@@ -134,7 +134,7 @@ def test_cancel_and_withdraw(world: World) -> None:
 
 
 def test_bytes_that_changed_on_the_way_are_never_served(world: World) -> None:
-    """Integrity: prefill's memory is overwritten after it told its digest."""
+    """Integrity: prefill's memory is overwritten after it sent its digest."""
     p, d = world.pair(verify=Verify.ALL)
     world.hub.faults.on_post = lambda *_: p.fill(SOURCE, 99)
     world.hand_over(p, d, "t1")
@@ -158,9 +158,9 @@ def test_a_peer_that_does_not_fit_leaves_nothing(world: World) -> None:
     """R24: refused before the transport hears of it; what is wanted from it fails at once."""
     d = world.engine("d", Role.DECODE)
     p = world.engine("p", Role.PREFILL)
-    told = p.hello().replace(b"layers.0.attn", b"layers.7.attn")
+    hello = p.hello().replace(b"layers.0.attn", b"layers.7.attn")
     for number in range(20):
-        d.submit(StepOrders(accepted=(PeerAccepted(p.engine, p.incarnation, told[number:]),)))
+        d.submit(StepOrders(accepted=(PeerAccepted(p.engine, p.incarnation, hello[number:]),)))
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: d.seen[0].released == ["t1"], d)
     assert "is not known" in d.seen[0].failed[0].reason
@@ -205,7 +205,7 @@ def test_close_tells_the_peer(world: World) -> None:
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: bool(d.drivers[0]._protocol.decode._receives) and not p.drivers[0]._idle, p, d)
     receive = d.drivers[0]._protocol.decode._receives[TransferId("t1")]
-    # Nothing is in flight: a read that is cut off by the close is told as such, and may come first.
+    # Nothing is in flight: a read that is cut off by the close is reported as such, and may come first.
     until(lambda: receive.sources[0].arrived_to == 4 and not receive.sources[0].in_flight, p, d)
     p.close()
     until(lambda: bool(d.seen[0].failed), d)

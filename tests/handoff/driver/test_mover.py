@@ -113,7 +113,7 @@ def test_a_wrong_table_of_a_peer_is_an_error_of_the_part() -> None:
     end.close()
 
 
-def test_a_lost_peer_is_told_apart_from_an_error() -> None:
+def test_a_lost_peer_differs_from_an_error() -> None:
     hub = MemoryHub()
     layout = hybrid(4)
     (edge,) = pair([layout], layout).edges

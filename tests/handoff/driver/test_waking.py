@@ -122,7 +122,7 @@ def test_how_long_a_driver_sleeps() -> None:
     assert look(receiving=True) < longest(receiving=True)
 
 
-def test_a_landing_is_reported_before_prefill_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_landing_is_reported_before_prefill_gets_its_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine waits for it; the Confirm that gives prefill its blocks back is no hurry."""
     _, transports = memory_transports()
     settings = settings_for(TransferMode.PUSH)

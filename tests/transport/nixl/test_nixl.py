@@ -19,7 +19,7 @@ from tests.harness.until import until
 
 pytestmark = pytest.mark.process
 
-NEAR, FAR = PeerName("near/i1/0"), PeerName("far/i1/0")
+LOCAL, REMOTE = PeerName("near/i1/0"), PeerName("far/i1/0")
 BIG = 64 << 20
 TCP = {"UCX_TLS": "tcp,self"}
 
@@ -51,56 +51,56 @@ def poll_until_completion(end: LocalEnd) -> Completion:
 
 
 @pytest.fixture
-def far() -> Iterator[ProcessEnd]:
-    end = ProcessEnd("nixl", FAR, (BIG,))
+def remote() -> Iterator[ProcessEnd]:
+    end = ProcessEnd("nixl", REMOTE, (BIG,))
     yield end
     end.close()
 
 
 @pytest.fixture
-def near(far: ProcessEnd) -> Iterator[LocalEnd]:
-    end = LocalEnd(NixlTransport(NEAR, settle_s=0.2), NEAR, (BIG,))
-    end.transport.connect(FAR, far.transport.metadata(), far.regions)
-    far.transport.connect(NEAR, end.transport.metadata(), end.regions)
+def local(remote: ProcessEnd) -> Iterator[LocalEnd]:
+    end = LocalEnd(NixlTransport(LOCAL, settle_s=0.2), LOCAL, (BIG,))
+    end.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
+    remote.transport.connect(LOCAL, end.transport.metadata(), end.regions)
     yield end
     end.close()
 
 
-def test_a_peer_that_was_killed_is_lost_at_once(near: LocalEnd, far: ProcessEnd) -> None:
-    far.kill()
+def test_a_peer_that_was_killed_is_lost_at_once(local: LocalEnd, remote: ProcessEnd) -> None:
+    remote.kill()
 
     def is_lost() -> bool:
         try:
-            near.transport.send(FAR, b"are you there?")
+            local.transport.send(REMOTE, b"are you there?")
         except PeerLost:
             return True
         return False
 
     until(is_lost)
-    with pytest.raises(PeerLost, match=FAR):
-        near.transport.post(FAR, Operation.READ, [runs([0], [0], [100])])
-    near.transport.disconnect(FAR)
+    with pytest.raises(PeerLost, match=REMOTE):
+        local.transport.post(REMOTE, Operation.READ, [runs([0], [0], [100])])
+    local.transport.disconnect(REMOTE)
 
 
-def test_a_peer_killed_during_a_copy_ends_it_with_an_error(near: LocalEnd, far: ProcessEnd) -> None:
+def test_a_peer_killed_during_a_copy_ends_it_with_an_error(local: LocalEnd, remote: ProcessEnd) -> None:
     # Whatever instant the kill hits, the transfers end, and none of them as a success after the peer is gone.
-    stop = threading.Timer(0.05, far.kill)
+    stop = threading.Timer(0.05, remote.kill)
     stop.start()
     outcomes: list[str | None] = []
     end_s = time.monotonic() + 20
     while not outcomes or outcomes[-1] is None:
         assert time.monotonic() < end_s, "a killed peer must be noticed"
         try:
-            near.transport.post(FAR, Operation.READ, [runs([0], [0], [BIG])])
+            local.transport.post(REMOTE, Operation.READ, [runs([0], [0], [BIG])])
         except (PeerLost, TransferError) as error:
             outcomes.append(str(error))
         else:
-            outcomes.append(poll_until_completion(near).error)
+            outcomes.append(poll_until_completion(local).error)
     stop.join()
 
 
 def post_read(end: LocalEnd, num_bytes: int) -> None:
-    end.transport.post(FAR, Operation.READ, [runs([0], [0], [num_bytes])])
+    end.transport.post(REMOTE, Operation.READ, [runs([0], [0], [num_bytes])])
 
 
 def drain(end: LocalEnd) -> list[str | None]:
@@ -108,49 +108,49 @@ def drain(end: LocalEnd) -> list[str | None]:
 
 
 def disconnect(end: LocalEnd) -> None:
-    end.transport.disconnect(FAR)
+    end.transport.disconnect(REMOTE)
 
 
 @pytest.fixture
 def over_tcp() -> Iterator[tuple[ProcessEnd, ProcessEnd]]:
     """TCP needs the peer's help for each byte, so that a stopped peer really stalls a transfer."""
-    near = ProcessEnd("nixl", NEAR, (BIG,), options={"settle_s": 0.3}, environment=TCP)
-    far = ProcessEnd("nixl", FAR, (BIG,), environment=TCP)
-    near.transport.connect(FAR, far.transport.metadata(), far.regions)
-    far.transport.connect(NEAR, near.transport.metadata(), near.regions)
-    near.run(post_read, 100)
-    until(lambda: near.run(drain) == [None])
-    yield near, far
-    near.close()
-    far.close()
+    local = ProcessEnd("nixl", LOCAL, (BIG,), options={"settle_s": 0.3}, environment=TCP)
+    remote = ProcessEnd("nixl", REMOTE, (BIG,), environment=TCP)
+    local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
+    remote.transport.connect(LOCAL, local.transport.metadata(), local.regions)
+    local.run(post_read, 100)
+    until(lambda: local.run(drain) == [None])
+    yield local, remote
+    local.close()
+    remote.close()
 
 
-def stall(near: ProcessEnd, far: ProcessEnd) -> None:
-    assert far.process.pid is not None
-    os.kill(far.process.pid, signal.SIGSTOP)
-    near.run(post_read, BIG)
+def stall(local: ProcessEnd, remote: ProcessEnd) -> None:
+    assert remote.process.pid is not None
+    os.kill(remote.process.pid, signal.SIGSTOP)
+    local.run(post_read, BIG)
     for _ in range(20):
-        assert near.run(drain) == []
+        assert local.run(drain) == []
 
 
 def test_over_tcp_a_killed_peer_ends_the_transfer(over_tcp: tuple[ProcessEnd, ProcessEnd]) -> None:
-    near, far = over_tcp
-    stall(near, far)
-    far.kill()
+    local, remote = over_tcp
+    stall(local, remote)
+    remote.kill()
     errors: list[str | None] = []
-    until(lambda: errors.extend(near.run(drain)) or errors)
+    until(lambda: errors.extend(local.run(drain)) or errors)
     assert len(errors) == 1
     assert "NIXL cannot finish" in (errors[0] or "")
 
 
 def test_disconnecting_a_peer_that_hangs_ends_its_transfers(over_tcp: tuple[ProcessEnd, ProcessEnd]) -> None:
-    near, far = over_tcp
-    stall(near, far)
-    near.run(disconnect)
+    local, remote = over_tcp
+    stall(local, remote)
+    local.run(disconnect)
     errors: list[str | None] = []
-    until(lambda: errors.extend(near.run(drain)) or errors)
-    assert errors == [f"peer {FAR!r} was disconnected"]
-    far.kill()
+    until(lambda: errors.extend(local.run(drain)) or errors)
+    assert errors == [f"peer {REMOTE!r} was disconnected"]
+    remote.kill()
 
 
 def census() -> tuple[set[str], int]:
@@ -164,7 +164,7 @@ def resident_mib() -> int:
 
 
 def two_ends() -> tuple[LocalEnd, LocalEnd]:
-    ends = [LocalEnd(NixlTransport(name), name, (1 << 16,)) for name in (NEAR, FAR)]
+    ends = [LocalEnd(NixlTransport(name), name, (1 << 16,)) for name in (LOCAL, REMOTE)]
     for one, other in (ends, ends[::-1]):
         one.transport.connect(other.name, other.transport.metadata(), other.regions)
     return ends[0], ends[1]
@@ -175,7 +175,7 @@ def test_close_leaves_no_thread_no_file_and_no_shared_memory() -> None:
         end.close()  # the library opens a few things once for ever
     shared, before = set(os.listdir("/dev/shm")), census()
     ends = two_ends()
-    ends[0].transport.post(FAR, Operation.READ, [runs([0], [0], [100])])
+    ends[0].transport.post(REMOTE, Operation.READ, [runs([0], [0], [100])])
     assert census()[1] > before[1], "the progress threads are what this test looks at"
     for end in ends:
         end.close()
@@ -184,14 +184,14 @@ def test_close_leaves_no_thread_no_file_and_no_shared_memory() -> None:
 
 
 def test_ten_thousand_transfers_leave_nothing() -> None:
-    near, far = two_ends()
+    local, remote = two_ends()
     piece = runs(list(range(0, 640, 64)), list(range(0, 640, 64)), [32] * 10)
 
     def transfers(count: int) -> None:
         for _ in range(count):
-            near.transport.post(FAR, Operation.READ, [piece], b"done")
-            poll_until_completion(near)
-            far.transport.poll()
+            local.transport.post(REMOTE, Operation.READ, [piece], b"done")
+            poll_until_completion(local)
+            remote.transport.poll()
 
     transfers(1000)
     before, resident_before = census(), resident_mib()
@@ -199,21 +199,21 @@ def test_ten_thousand_transfers_leave_nothing() -> None:
     assert census() == before
     # 20 bytes a transfer at most: a handle of ten descriptors would be more.
     assert resident_mib() - resident_before <= 4
-    near.close()
-    far.close()
+    local.close()
+    remote.close()
 
 
 def test_peers_that_come_and_go_leave_nothing() -> None:
     # R24
-    near = LocalEnd(NixlTransport(NEAR), NEAR, (1 << 16,))
-    far = ProcessEnd("nixl", FAR, (1 << 16,))
+    local = LocalEnd(NixlTransport(LOCAL), LOCAL, (1 << 16,))
+    remote = ProcessEnd("nixl", REMOTE, (1 << 16,))
 
     def visit(name: PeerName) -> None:
-        far.renew(name, (1 << 16,))
-        near.transport.connect(name, far.transport.metadata(), far.regions)
-        near.transport.post(name, Operation.READ, [runs([0], [0], [100])], b"hello")
-        assert poll_until_completion(near).error is None
-        near.transport.disconnect(name)
+        remote.renew(name, (1 << 16,))
+        local.transport.connect(name, remote.transport.metadata(), remote.regions)
+        local.transport.post(name, Operation.READ, [runs([0], [0], [100])], b"hello")
+        assert poll_until_completion(local).error is None
+        local.transport.disconnect(name)
 
     for incarnation in range(3):
         visit(PeerName(f"far/warm{incarnation}/0"))
@@ -221,5 +221,5 @@ def test_peers_that_come_and_go_leave_nothing() -> None:
     for incarnation in range(30):
         visit(PeerName(f"far/i{incarnation}/0"))
     until(lambda: len(census()[0]) <= before)
-    near.close()
-    far.close()
+    local.close()
+    remote.close()

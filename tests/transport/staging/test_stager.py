@@ -20,13 +20,13 @@ from kvferry.transport.staging.stager import StagedDone, Stager
 from kvferry.transport.staging.staging_pool import StagingPool
 from tests.harness.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
 
-NEAR, FAR = PeerName("near"), PeerName("far")
+LOCAL, REMOTE = PeerName("local"), PeerName("remote")
 WANTED = TokenRange(0, NUM_TOKENS)
 
 
 @dataclass
 class Rig:
-    """A stager at the near end, and both caches. For a READ `near` is the destination."""
+    """A stager at the near end, and both caches. For a READ `local` is the destination."""
 
     hub: MemoryHub
     near_transport: MemoryTransport
@@ -66,16 +66,16 @@ def rig(name: str, operation: Operation, *, pool_bytes: int = 64 << 10, chunk_by
     source_tables, tables = table(PAIRS[name][0], 1), table(PAIRS[name][1], 2)
     source, into = buffers(over.source, 3), buffers(over.destination, 4)
     want = moved_directly(over, source_tables, tables, WANTED, source, into)
-    near, far = (into, source) if operation is Operation.READ else (source, into)
+    local, remote = (into, source) if operation is Operation.READ else (source, into)
     hub, pool = MemoryHub(), StagingPool(pool_bytes)
-    near_regions = [Region(buffer.ctypes.data, buffer.nbytes) for buffer in near]
-    far_regions = [Region(buffer.ctypes.data, buffer.nbytes) for buffer in far]
-    transports = MemoryTransport(NEAR, hub=hub), MemoryTransport(FAR, hub=hub)
-    transports[0].register([*near_regions, pool.region], [*near, pool.buffer])
-    transports[1].register(far_regions, far)
-    transports[0].connect(FAR, transports[1].metadata(), far_regions)
-    transports[1].connect(NEAR, transports[0].metadata(), near_regions)
-    stager = Stager(transports[0], pool, len(near_regions), region_views(near_regions, near))
+    near_regions = [Region(buffer.ctypes.data, buffer.nbytes) for buffer in local]
+    far_regions = [Region(buffer.ctypes.data, buffer.nbytes) for buffer in remote]
+    transports = MemoryTransport(LOCAL, hub=hub), MemoryTransport(REMOTE, hub=hub)
+    transports[0].register([*near_regions, pool.region], [*local, pool.buffer])
+    transports[1].register(far_regions, remote)
+    transports[0].connect(REMOTE, transports[1].metadata(), far_regions)
+    transports[1].connect(LOCAL, transports[0].metadata(), near_regions)
+    stager = Stager(transports[0], pool, len(near_regions), region_views(near_regions, local))
     plans = chunk_plans(over, source_tables, tables, WANTED, chunk_bytes=chunk_bytes)
     return Rig(hub, *transports, stager, pool, source, into, want, plans)
 
@@ -84,7 +84,7 @@ def rig(name: str, operation: Operation, *, pool_bytes: int = 64 << 10, chunk_by
 @pytest.mark.parametrize("operation", list(Operation))
 def test_the_bytes_are_those_of_a_direct_transfer(name: str, operation: Operation) -> None:
     room = rig(name, operation)
-    room.stager.start(FAR, operation, room.plans, b"done")
+    room.stager.start(REMOTE, operation, room.plans, b"done")
     done = room.wait_done()
     assert done.error is None
     assert room.arrived()
@@ -97,7 +97,7 @@ def test_the_bytes_are_those_of_a_direct_transfer(name: str, operation: Operatio
 @pytest.mark.parametrize("operation", list(Operation))
 def test_a_pool_of_one_chunk_is_enough(operation: Operation) -> None:
     room = rig("nhd-hnd", operation, pool_bytes=8192)
-    room.stager.start(FAR, operation, room.plans)
+    room.stager.start(REMOTE, operation, room.plans)
     assert room.wait_done().error is None
     assert room.arrived()
     assert room.pool.peak_bytes == 8192
@@ -107,8 +107,8 @@ def test_a_pool_of_one_chunk_is_enough(operation: Operation) -> None:
 def test_two_transfers_share_the_pool() -> None:
     room = rig("nhd-hnd", Operation.READ, pool_bytes=16384)
     again = rig("nhd-hnd", Operation.READ)
-    first = room.stager.start(FAR, Operation.READ, room.plans)
-    second = room.stager.start(FAR, Operation.READ, again.plans)
+    first = room.stager.start(REMOTE, Operation.READ, room.plans)
+    second = room.stager.start(REMOTE, Operation.READ, again.plans)
     assert {done.id for done in room.wait_all(2)} == {first, second}
     assert room.arrived()
     room.stager.close()
@@ -119,7 +119,7 @@ def test_a_failed_chunk_fails_the_transfer_once_after_the_others_ended(operation
     # R26
     room = rig("nhd-hnd", operation)
     room.hub.faults.fail_after, room.hub.faults.fail_next = 2, 1
-    room.stager.start(FAR, operation, room.plans, b"done")
+    room.stager.start(REMOTE, operation, room.plans, b"done")
     assert room.wait_done().error == "a fault was asked for"
     assert room.far_transport.poll().messages == ()
     assert (room.pool.leased_bytes, room.stager.num_open) == (0, 0)
@@ -132,9 +132,9 @@ def test_a_lost_peer_fails_it(operation: Operation) -> None:
     room = rig("nhd-hnd", operation)
     posts = iter(range(100))
     room.hub.faults.on_post = lambda _from, to, _operation: room.hub.lose(to) if next(posts) == 2 else None
-    room.stager.start(FAR, operation, room.plans)
+    room.stager.start(REMOTE, operation, room.plans)
     done = room.wait_done()
-    assert FAR in (done.error or "")
+    assert REMOTE in (done.error or "")
     assert room.pool.leased_bytes == 0
     room.stager.close()
 
@@ -142,7 +142,7 @@ def test_a_lost_peer_fails_it(operation: Operation) -> None:
 def test_a_cancelled_transfer_ends_when_its_chunks_have() -> None:
     room = rig("nhd-hnd", Operation.READ)
     room.hub.faults.hold = True
-    started = room.stager.start(FAR, Operation.READ, room.plans)
+    started = room.stager.start(REMOTE, Operation.READ, room.plans)
     assert room.stager.poll() == []
     room.stager.cancel(started, "aborted")
     for _ in range(5):
@@ -156,7 +156,7 @@ def test_a_cancelled_transfer_ends_when_its_chunks_have() -> None:
 
 def test_a_chunk_larger_than_the_pool_says_which_setting() -> None:
     room = rig("nhd-hnd", Operation.READ, pool_bytes=4096, chunk_bytes=1 << 20)
-    room.stager.start(FAR, Operation.READ, room.plans)
+    room.stager.start(REMOTE, Operation.READ, room.plans)
     assert "transfer.staging_bytes=4096" in (room.wait_done().error or "")
     room.stager.close()
 
@@ -168,14 +168,14 @@ def test_chunks_are_cut_so_that_several_fit_the_pool() -> None:
 
 def test_nothing_to_move_still_tells() -> None:
     room = rig("same", Operation.READ)
-    room.stager.start(FAR, Operation.READ, iter(()), b"a full hit")
+    room.stager.start(REMOTE, Operation.READ, iter(()), b"a full hit")
     assert room.wait_done().error is None
     assert [message.body for message in room.far_transport.poll().messages] == [b"a full hit"]
 
 
 def test_close_in_the_middle_gives_everything_back() -> None:
     room = rig("nhd-hnd", Operation.WRITE)
-    room.stager.start(FAR, Operation.WRITE, room.plans)
+    room.stager.start(REMOTE, Operation.WRITE, room.plans)
     room.stager.poll()
     assert room.pool.leased_bytes > 0
     room.stager.close()

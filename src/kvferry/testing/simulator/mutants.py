@@ -32,7 +32,7 @@ Mutant = Callable[[RankProtocol], None]
 
 
 def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of one object; the function gets the original first."""
+    """Replaces a method of one object; the function gets the original as its first argument."""
     original = getattr(owner, name)
 
     def patched(_self: object, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ def completion_overwrites(core: RankProtocol) -> None:
 
 
 def scan_stops_at_live(core: RankProtocol) -> None:
-    """The expiry scan stops at the first grant that still lives; those behind it are never looked at again."""
+    """The expiry scan stops at the first grant that still lives; those after it are never looked at again."""
     prefill = core.prefill
 
     def tick(original: Callable[..., None], now_s: float) -> None:
@@ -137,7 +137,7 @@ def wrong_heartbeat_id(core: RankProtocol) -> None:
 
 
 def failure_not_told(core: RankProtocol) -> None:
-    """A side that gives up does not tell the other one."""
+    """A side that gives up sends no message about it."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
         mute = ("Fail", "Drop", "Revoke")
@@ -167,7 +167,7 @@ def stale_registration(core: RankProtocol) -> None:
 
 
 def old_incarnation(core: RankProtocol) -> None:
-    """Messages count whoever they are from and for, as long as engine and rank are right."""
+    """Messages count, whichever incarnation sent them or was meant, as long as engine and rank are right."""
 
     def message(original: Callable[..., None], name: PeerName, body: Message, now_s: float) -> None:
         engine, _, rest = name.partition("/")
@@ -184,12 +184,12 @@ def confirm_before_write(core: RankProtocol) -> None:
     """Prefill says that it wrote when it begins to; decode confirms when it begins to read."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
-        told: list[Action] = []
+        taken: list[Action] = []
         for action in original():
             if isinstance(action, Post) and action.message is not None:
-                told.append(Send(action.peer, action.message))
-            told.append(action)
-        return told
+                taken.append(Send(action.peer, action.message))
+            taken.append(action)
+        return taken
 
     _patch(core, "take_actions", take)
 

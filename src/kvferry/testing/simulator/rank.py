@@ -19,7 +19,7 @@ __all__ = ["TOKEN_S", "RankEngine", "RankWorld", "SimRank", "short"]
 _STASH = 64
 _WRITE_S = 0.05
 TOKEN_S = 0.02
-"""The estimate that machines get: so much a write, and so much a token."""
+"""The estimate that machines get: this much per write, and this much per token."""
 
 
 class RankEngine(Protocol):
@@ -97,11 +97,11 @@ class SimRank:
         world.prepare(self.core)
 
     def now_s(self) -> float:
-        """This rank's own monotonic clock."""
+        """Returns the time on this rank's own monotonic clock."""
         return self.offset_s + self.world.now_s * self.rate
 
     def do(self, function: Callable[..., None], *args: Any) -> None:
-        """An event of this rank, then all that follows from it. While it stands still events wait, in order."""
+        """Runs an event of this rank, then all that follows from it. While it is suspended, events wait in order."""
         if self.engine.dead:
             return
         if self.deferred or self.world.now_s < self.paused_to_s:
@@ -152,7 +152,7 @@ class SimRank:
         self.core.tick(self.now_s())
 
     def order(self, orders: StepOrders) -> None:
-        """What the scheduler half says: in order, at about the same time on all ranks."""
+        """Brings orders of the scheduler half: in order, at about the same time on all ranks."""
         at_s = max(self.last_order_s, self.world.now_s + self.world.rng.random() * 0.003)
         self.last_order_s = at_s
         self.world.at(at_s, self.do, self._run_order, orders)
@@ -161,7 +161,7 @@ class SimRank:
         self.core.orders(orders, self.now_s())
 
     def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
-        """Introduce an engine."""
+        """Accepts a peer engine."""
         self.core.peer_accepted(engine, incarnation, num_ranks, self.now_s())
         for rank in range(num_ranks):
             name = peer_name(engine, incarnation, rank)
@@ -170,7 +170,7 @@ class SimRank:
                 self.core.message(name, message, self.now_s())
 
     def receive(self, sender: PeerName, message: Message) -> None:
-        """A message came; those of strangers wait, as transports keep them."""
+        """Takes a message; those of strangers wait, as transports keep them."""
         core = self.core
         if sender in core._peers and message.to == self.engine.incarnation:
             self.away.pop(sender, None)
@@ -186,13 +186,13 @@ class SimRank:
                 kept.append(message)
 
     def _knew(self, sender: PeerName) -> bool:
-        """It is an incarnation before the one that was introduced."""
+        """Returns whether the sender is an older incarnation of an accepted engine."""
         engine, start, _ = sender.split("/")
         known = self.core._engines.get(EngineId(engine))
         return known is not None and _start_number(start) < _start_number(known[0].incarnation)
 
     def _state(self) -> tuple[object, ...]:
-        """What a message could have changed."""
+        """Returns everything that a message could have changed."""
         prefill, decode = self.core.prefill, self.core.decode
         return (
             [(grant.transfer, grant.unclaimed_until_s, [(rank, consumer.state, consumer.until_s, consumer.lease_s)
@@ -217,19 +217,19 @@ class SimRank:
     # ---- handoff.actions.LayoutQueries
 
     def owes(self, peer: Peer) -> bool:
-        """Some rank pairs exchange nothing in some worlds."""
+        """Returns whether these ranks exchange anything; in some worlds some pairs do not."""
         return self.world.owes(self.engine, self.index, peer.rank)
 
     def unit_tokens(self, peer: Peer) -> int:
-        """One token, one block."""
+        """Returns 1: a block holds one token."""
         return 1
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """What a transfer takes unless it is slow."""
+        """Returns what a transfer takes unless it is slow."""
         return _WRITE_S + TOKEN_S * num_tokens
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:
-        """Of the true content."""
+        """Returns a digest of the true content."""
         if not self.world.scenario.verify:
             return b""
         cells = self.engine.memory.cells[self.index]
@@ -239,7 +239,7 @@ class SimRank:
     def check(
         self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange, digest: bytes
     ) -> int:
-        """Against the true content."""
+        """Compares with the true content."""
         cells = self.engine.memory.cells[self.index]
         blocks = tables[0].block_ids[tokens.start : tokens.stop]
         same = repr([cells[block * MAX_RANKS + peer.rank] for block in blocks]).encode() == digest
@@ -251,6 +251,6 @@ def _start_number(incarnation: str) -> int:
 
 
 def short(message: Message) -> str:
-    """A message in a trace."""
+    """Returns a message as a line of a trace."""
     fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "to"}
     return f"{type(message).__name__} " + " ".join(f"{name}={value!r}" for name, value in fields.items() if value)

@@ -1,4 +1,4 @@
-"""Many worlds, over processes: until so many hand-offs were simulated, or something was found."""
+"""Runs many worlds in several processes, until enough hand-offs were simulated, or a violation was found."""
 
 import multiprocessing
 import time
@@ -29,7 +29,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """All worlds together."""
+    """The sum over all worlds."""
 
     seed: int
     handoffs: int
@@ -39,7 +39,7 @@ class SimResult:
     mutant: str | None
     seconds: float
     cpu_s: float
-    """Of all processes; on a busy machine far less than seconds times processes."""
+    """The CPU time of all processes; on a busy machine far less than seconds times processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Task:
 
 
 def prepare_of(mutant: str | None) -> Callable[[RankProtocol], None]:
-    """What is done to each core. Raises ConfigError for a mutant that does not exist."""
+    """Returns what is done to each core. Raises ConfigError for a mutant that does not exist."""
     if mutant is None:
         return _unchanged
     if mutant not in MUTANTS:
@@ -91,7 +91,7 @@ def simulate(
     mutant: str | None = None,
     progress: Callable[[int, float], None] = lambda handoffs, seconds: None,
 ) -> SimResult:
-    """Simulate at least `runs` hand-offs, from world seeds seed * 2**32, + 1, ... Ends early when a mutant was caught.
+    """Simulates at least `runs` hand-offs, from world seeds seed * 2**32, + 1, ... Ends early when a mutant was caught.
 
     Blocks; `progress` is called now and then with hand-offs and seconds so far.
     """

@@ -17,28 +17,28 @@ class Job:
     prefill: int
     decode: int
     num_tokens: int
-    """What prefill computes and offers."""
+    """The number of tokens that prefill computes and offers."""
     asked_tokens: int
-    """What decode wants the end to be; more than prefill has, sometimes."""
+    """The number of tokens that decode asks for; sometimes more than prefill has."""
     cached_tokens: int
-    """Decode's own prefix hit."""
+    """The length of decode's own prefix hit."""
     chunks: int
     chunk_s: float
-    """Prefill computes in so many chunks, each this long."""
+    """Prefill computes in `chunks` chunks, each this long."""
     early: bool
     """Decode is dispatched with prefill, not after it."""
     queue_s: float
-    """How long decode's queue holds it."""
+    """How long it waits in decode's queue."""
     withdraw_s: float | None = None
-    """Prefill aborts it so long after it came."""
+    """Prefill aborts it this long after it came."""
     cancel_s: float | None = None
-    """Decode aborts it so long after it was dispatched there."""
+    """Decode aborts it this long after it was dispatched there."""
     preempted: bool = False
     """Prefill is preempted before the first chunk: it begins again later, in other blocks."""
     lost_by_router: bool = False
     """Decode is never dispatched."""
     never_prefilled: bool = False
-    """Prefill never hears of it (push)."""
+    """It is never dispatched to prefill (push)."""
     retries: int = 0
     """When decode fails, it is dispatched again, under the same request id and a new transfer id."""
 
@@ -55,7 +55,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """All ranks of an engine stand still for a while (SIGSTOP); what they posted goes on."""
+    """All ranks of an engine are suspended for a while (SIGSTOP); what they posted goes on."""
 
     at_s: float
     prefill: bool
@@ -88,41 +88,41 @@ class Scenario:
     pauses: tuple[Pause, ...] = ()
     partitions: tuple[Partition, ...] = ()
     drop: float = 0.0
-    """Of messages, the part that is lost."""
+    """The share of messages that is lost."""
     duplicate: float = 0.0
     in_order: bool = True
     long_delay: float = 0.0
-    """Of messages, the part that takes up to 3 s."""
+    """The share of messages that takes up to 3 s."""
     fail: float = 0.0
-    """Of transfers, the part that fails half way."""
+    """The share of transfers that fails half way."""
     slow: float = 0.0
-    """The part that takes far longer than was estimated."""
+    """The share of transfers that takes far longer than estimated."""
     hang: float = 0.0
-    """The part that never ends by itself."""
+    """The share of transfers that never ends by itself."""
     late: float = 0.0
-    """The part whose end is noticed late."""
+    """The share of transfers whose end is noticed late."""
     drift: float = 0.0
     """How far clocks run apart."""
     verify: bool = False
     owes_all: bool = True
-    """False: some rank pairs exchange nothing."""
+    """False if some rank pairs exchange nothing."""
     ttl_s: float = 4.0
     quarantine_s: float = 1.0
 
     @property
     def calm(self) -> bool:
-        """Nothing goes wrong but what the engines themselves do."""
+        """True if nothing goes wrong except what the engines themselves do."""
         quiet = not (self.crashes or self.pauses or self.partitions)
         return quiet and not (self.drop or self.duplicate or self.long_delay) and self.in_order and self.smooth
 
     @property
     def smooth(self) -> bool:
-        """Transfers end as they should."""
+        """True if transfers end as they should."""
         return not (self.fail or self.slow or self.hang or self.late)
 
 
 def settings_of(scenario: Scenario) -> FerrySettings:
-    """The settings of every rank in this world."""
+    """Returns the settings of every rank in this world."""
     return FerrySettings(
         transfer=TransferSettings(mode=scenario.mode, transport="memory", deadline_s=12.0),
         lease=LeaseSettings(
@@ -130,7 +130,7 @@ def settings_of(scenario: Scenario) -> FerrySettings:
             renew_every_s=scenario.ttl_s / 4,
             drift=max(scenario.drift, 0.01),
             quarantine_s=scenario.quarantine_s,
-            standstill_s=scenario.quarantine_s,  # this network ends what is in flight with whoever is disconnected
+            standstill_s=scenario.quarantine_s,  # this network ends what is in flight with a peer that is disconnected
         ),
     )
 
@@ -172,7 +172,7 @@ def _job(rng: random.Random, number: int, num_prefill: int, num_decode: int, pus
 
 
 def make_scenario(seed: int) -> Scenario:
-    """The world of this seed."""
+    """Returns the world of this seed."""
     rng = random.Random(seed)
     push = rng.random() < 0.5
     num_prefill, num_decode = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))

@@ -1,4 +1,4 @@
-"""From a scenario that fails to the smallest one found that fails in the same way."""
+"""Reduces a scenario that fails to the smallest one found that fails in the same way."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _TRIES = 4
 
 
 def failure_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> Violation | None:
-    """What the world of this scenario violates."""
+    """Returns what the world of this scenario violates, or None."""
     try:
         World(scenario, prepare=prepare).run()
     except Violation as violation:
@@ -28,7 +28,7 @@ def failure_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> V
 
 
 def trace_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> list[str]:
-    """Every event of the world, up to the violation."""
+    """Returns every event of the world, up to the violation."""
     lines: list[str] = []
     world = World(scenario, prepare=prepare, trace=lines)
     try:
@@ -41,7 +41,7 @@ def trace_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> lis
 def shrink(
     scenario: Scenario, invariant: str, prepare: Callable[[RankProtocol], None], *, budget_s: float = 20.0
 ) -> Scenario:
-    """Take away jobs, faults and ranks while the same invariant fails. Deterministic but for the time it may take."""
+    """Takes away jobs, faults and ranks while the same invariant fails. Deterministic but for the time it may take."""
     until_s = time.monotonic() + budget_s
     progress = True
     while progress and time.monotonic() < until_s:

@@ -1,7 +1,7 @@
-"""What an engine does around its ranks: it gives out blocks, computes, dispatches orders, and believes every report.
+"""What an engine does around its ranks: it allots blocks, computes, dispatches orders, and believes every report.
 
-It checks what it is told: invariants I1 to I4 as an engine would notice them, and I1 also as nobody could who is in the
-world.
+It checks what is reported to it: invariants I1 to I4 as an engine would notice them, and I1 also as only an observer of
+the whole world can.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ class EngineWorld(RankWorld, Protocol):
 
 
 class SimEngine:
-    """What both kinds share."""
+    """What prefill and decode engines share."""
 
     prefill: bool
 
@@ -71,7 +71,7 @@ class SimEngine:
         self.known: dict[EngineId, Incarnation] = {}
 
     def order(self, orders: StepOrders) -> None:
-        """To all ranks."""
+        """Sends orders to all ranks."""
         for rank in self.ranks:
             rank.order(orders)
 
@@ -86,11 +86,11 @@ class SimEngine:
             self.world.at(at_s, rank.do, rank.meet, other.engine, other.incarnation, other.num_ranks)
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """What a rank tells."""
+        """Takes a report of one rank."""
         raise NotImplementedError
 
     def check_silence(self) -> None:
-        """Nothing may be open when the world stands still."""
+        """Raises Violation if anything is open when the world has come to rest."""
         for rank in self.ranks:
             core = rank.core
             if core.prefill._grants or core.decode._receives or core.decode._keep_alives:
@@ -132,7 +132,7 @@ class PrefillEngine(SimEngine):
         self.jobs: dict[TransferId, _Source] = {}
 
     def take(self, job: Job, transfer: TransferId, finished: Callable[[], None]) -> None:
-        """A request came from the router."""
+        """Takes a request from the router."""
         source = self.jobs[transfer] = _Source(job, transfer, finished, self.world.now_s)
         self.world.after(0.001, self._begin, source, not job.preempted)
         if job.withdraw_s is not None:
@@ -188,7 +188,7 @@ class PrefillEngine(SimEngine):
         self.order(StepOrders(withdraw=(Withdraw(source.transfer, "aborted"),)))
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """Blocks come back."""
+        """Takes blocks back."""
         if report.landed or report.failed:
             raise Violation("I4", f"{rank.name} reports landed or failed on prefill")
         for transfer in report.released:
@@ -249,7 +249,7 @@ class _Target:
 
 
 class DecodeEngine(SimEngine):
-    """Holds, wants, cancels; serves what landed, and looks at every cell of it."""
+    """Keeps alive, fetches and cancels; serves what landed, and looks at every cell of it."""
 
     prefill = False
 
@@ -266,7 +266,7 @@ class DecodeEngine(SimEngine):
         must_land: bool,
         attempt: int,
     ) -> None:
-        """A request came from the router."""
+        """Takes a request from the router."""
         target = _Target(job, transfer, prefill, incarnation, must_land, attempt, self.world.now_s)
         self.jobs[transfer] = target
         if job.queue_s > 0.05:
@@ -319,7 +319,7 @@ class DecodeEngine(SimEngine):
             del self.jobs[target.transfer]
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """Ends of hand-offs."""
+        """Takes the ends of hand-offs."""
         for landed in report.landed:
             self._landed(rank, landed)
         for failed in report.failed:
@@ -347,7 +347,7 @@ class DecodeEngine(SimEngine):
         target.ended.add(rank.index)
         if len(target.landed) == self.num_ranks and not target.cancelled:
             self.world.num_landed += 1
-            # Decoding reads it for a while; nobody may touch it meanwhile.
+            # Decoding reads it for a while; no peer may touch it meanwhile.
             self.world.after(0.05 + self.world.rng.random() * 0.5, self._finish, target, landed.arrived.stop)
         elif len(target.ended) == self.num_ranks:
             self._free(target)

@@ -8,7 +8,7 @@ GARBAGE = -1
 
 
 class Violation(Exception):
-    """An invariant does not hold."""
+    """Raised if an invariant does not hold."""
 
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
@@ -27,7 +27,7 @@ class Memory:
         self.cells = [[GARBAGE] * (num_blocks * MAX_RANKS) for _ in range(num_ranks)]
 
     def alloc(self, count: int) -> tuple[int, ...] | None:
-        """Blocks, taken from the most recently freed ones: reuse comes as early as it can."""
+        """Allots the most recently freed blocks: reuse comes as early as it can."""
         if count > len(self.free):
             return None
         taken = self.free[len(self.free) - count :]
@@ -35,7 +35,7 @@ class Memory:
         return tuple(reversed(taken))
 
     def release(self, blocks: tuple[int, ...]) -> None:
-        """Give blocks back; what they held is gone at once."""
+        """Takes blocks back; what they held is gone at once."""
         for block in blocks:
             if block in self.free:
                 raise Violation("I4", f"block {block} was freed twice")

@@ -18,11 +18,11 @@ class Transfer:
     post: Post
     peer: RankEngine
     pairs: list[tuple[int, int]]
-    """Source and destination block of each token."""
+    """The source block and the destination block of each token."""
     over: bool = False
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Move these tokens now."""
+        """Moves these tokens now."""
         ours, theirs = self.rank, self.post.peer.rank
         if self.post.operation is Operation.READ:
             source, target = self.peer.memory.cells[theirs], ours.engine.memory.cells[ours.index]

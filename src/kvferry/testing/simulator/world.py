@@ -20,11 +20,11 @@ __all__ = ["World"]
 
 _MAX_EVENTS = 200_000
 PROMPT_S = 1.9
-"""Well before a lease ends."""
+"""Without a fault blocks come back in this time: well before a lease ends."""
 
 
 class World:
-    """One run of one scenario. `run` raises Violation where an invariant does not hold.
+    """One run of one scenario. `run` raises Violation if an invariant does not hold.
 
     `prepare` may change a core that was just made: mutants do. `trace` collects lines when it is a list.
     """
@@ -61,21 +61,21 @@ class World:
     # ---- events
 
     def at(self, at_s: float, function: Callable[..., None], *args: Any) -> None:
-        """Call it then."""
+        """Calls the function at this time."""
         self._count += 1
         heappush(self._heap, (at_s, self._count, function, args))
 
     def after(self, seconds: float, function: Callable[..., None], *args: Any) -> None:
-        """Call it so much later."""
+        """Calls the function after this many seconds."""
         self.at(self.now_s + seconds, function, *args)
 
     def say(self, line: str, *args: object) -> None:
-        """A line of the trace."""
+        """Adds a line to the trace."""
         if self.trace is not None:
             self.trace.append(f"{self.now_s:9.4f}  " + (line % args if args else line))
 
     def run(self) -> None:
-        """Everything of the scenario, then a calm hand-off between each pair, then silence and the final checks."""
+        """Runs the whole scenario, then a calm hand-off between each pair, then the final checks."""
         scenario = self.scenario
         for name, ranks in zip(self.prefills, scenario.prefill_ranks, strict=True):
             self.start_engine(name, True, ranks)
@@ -107,7 +107,7 @@ class World:
                 raise Violation("I3", "events without end")
 
     def _calm_round(self) -> None:
-        """New hand-offs work after whatever happened (I6)."""
+        """Hands over once between each pair: that works after whatever happened (I6)."""
         self.calm_phase = True
         number = 1_000_000
         self.now_s += 1.0
@@ -119,7 +119,7 @@ class World:
                 self.after(0.1 * (number % 100), self.dispatch, job, True)
 
     def _check_silence(self) -> None:
-        """Nothing is under way any more: nothing may be left (I3, I5)."""
+        """Raises Violation if anything is left when nothing is under way any more (I3, I5)."""
         for engine in self.slots.values():
             engine.check_silence()
         if any(self.active.values()):
@@ -128,7 +128,7 @@ class World:
     # ---- engines
 
     def start_engine(self, name: EngineId, prefill: bool, num_ranks: int) -> None:
-        """A new incarnation; it and all others on the other side get to know each other."""
+        """Starts a new incarnation; it and all engines of the other side accept each other."""
         self._starts += 1
         kind = PrefillEngine if prefill else DecodeEngine
         engine = self.slots[name] = kind(self, name, Incarnation(f"{name}.{self._starts}"), num_ranks)
@@ -139,7 +139,7 @@ class World:
                 self.after(self.rng.random() * 0.3, other.introduce, engine)
 
     def crash(self, name: EngineId, down_s: float) -> None:
-        """It dies at once. Writes that it posted may go on for less than the quarantine; its reads end."""
+        """Kills an engine. Writes that it posted may go on for less than the quarantine; its reads end."""
         engine = self.slots[name]
         if engine.dead:
             return
@@ -157,14 +157,14 @@ class World:
         self.after(down_s, self.start_engine, name, engine.prefill, engine.num_ranks)
 
     def pause(self, name: EngineId, for_s: float) -> None:
-        """All its ranks stand still."""
+        """Suspends all ranks of an engine."""
         engine = self.slots[name]
         self.say("pause %s for %.3f s", engine.incarnation, for_s)
         for rank in engine.ranks:
             rank.paused_to_s = max(rank.paused_to_s, self.now_s + for_s)
 
     def dispatch(self, job: Job, must_land: bool = False, attempt: int = 0) -> None:
-        """The router: to prefill, and to decode at once or when prefill has finished."""
+        """Dispatches a request as a router does: to prefill, and to decode at once or when prefill has finished."""
         self.num_handoffs += 1
         transfer = TransferId(f"r{job.number}#{attempt}")
         prefill = self.slots[self.prefills[job.prefill]]
@@ -191,18 +191,18 @@ class World:
             decode.take(job, transfer, self.prefills[job.prefill], incarnation, must_land, attempt)
 
     def owes(self, engine: RankEngine, ours: int, theirs: int) -> bool:
-        """Is there a byte between these ranks?"""
+        """Returns whether these ranks exchange any byte."""
         if self.scenario.owes_all:
             return True
         prefill, decode = (ours, theirs) if engine.prefill else (theirs, ours)
         return prefill == 0 or (prefill + decode) % 2 == 0
 
     def num_prefill_ranks(self, name: EngineId) -> int:
-        """Restarts don't change it."""
+        """Returns the number of ranks of an engine; restarts do not change it."""
         return self.slots[name].num_ranks
 
     def next_tag(self, transfer: TransferId, num_tokens: int, *, local: bool = False) -> int:
-        """A tag for each token of what is computed now; it is what decode must find, unless it is decode's own."""
+        """Returns the first tag for tokens computed now. Decode must find these, unless it computed them itself."""
         first = self._next_tag
         self._next_tag += num_tokens
         if not local:
@@ -210,18 +210,18 @@ class World:
         return first
 
     def check_prompt(self, engine: SimEngine, transfer: TransferId, since_s: float | None, what: str) -> None:
-        """I3: where nothing goes wrong, an end is told, and nobody has to wait for a lease."""
+        """Checks I3: if nothing goes wrong, an end is announced, and no side has to wait for a lease."""
         if since_s is not None and self.scenario.calm and self.now_s - since_s > PROMPT_S:
             raise Violation("I3", f"{engine.incarnation}: {transfer}, {what}, freed after {self.now_s - since_s:.2f} s")
 
     def may_outlast(self, wanted_s: float) -> bool:
-        """A read may outlast the report of its failure only where its time was over: the deadline, or the grace."""
+        """Returns whether a read may outlast the report of its failure: only if the deadline or the grace was over."""
         return not self.scenario.smooth or self.now_s - wanted_s > 0.8 * self.settings.transfer.deadline_s
 
     # ---- network
 
     def send(self, rank: SimRank, peer: Peer, message: Message) -> None:
-        """A control message: it may be lost, come late, twice or out of order, or to another incarnation."""
+        """Sends a control message, which may be lost, come late, twice, out of order, or to another incarnation."""
         rng, scenario = self.rng, self.scenario
         if self.trace is not None:
             self.say("%s -> %s %s", rank.name, peer.name, short(message))
@@ -241,7 +241,7 @@ class World:
             self._deliver_later(rank, target, peer, message)
 
     def _cut(self, sender: RankEngine, target: EngineId) -> bool:
-        """Is there a partition in this direction now?"""
+        """Returns whether there is a partition in this direction now."""
         for cut in self.scenario.partitions:
             if cut.to_prefill is not sender.prefill and 0.6 <= self.now_s - cut.at_s < 0.6 + cut.for_s:
                 ends = {self.prefills[cut.prefill], self.decodes[cut.decode]}
@@ -269,7 +269,7 @@ class World:
         rank.do(rank.receive, sender, message)
 
     def disconnect(self, rank: SimRank, peer: Peer) -> None:
-        """What is in flight with the peer, either way, ends in less than the quarantine."""
+        """Ends what is in flight with the peer, either way, in less than the quarantine."""
         self.say("%s disconnects %s", rank.name, peer.name)
         for transfers in list(self.active.values()):
             for transfer in list(transfers):
@@ -283,7 +283,7 @@ class World:
     # ---- transfers
 
     def post(self, rank: SimRank, post: Post) -> None:
-        """The driver takes the post up a moment later; too late is not at all."""
+        """Starts a post a moment later, as the driver does; one that is too late is not started."""
         self.after(self.rng.random() * 0.004, rank.do, self._start, rank, post)
 
     def _start(self, rank: SimRank, post: Post) -> None:
@@ -339,12 +339,12 @@ class World:
             transfer.copy(transfer.pairs[:half])
 
     def _finish(self, transfer: Transfer, error: str | None) -> None:
-        """The last byte, or the end without it; then the message, and the completion that the driver polls."""
+        """Ends a transfer, with its last byte or without. Then come its message, and the completion."""
         if transfer.over:
             return
         post, rank = transfer.post, transfer.rank
         if self._can_copy(transfer):
-            # One that fails has moved some of it, anywhere: nobody may rely on all or nothing.
+            # A transfer that fails has moved some of its bytes, anywhere: no side may rely on all or nothing.
             upto = len(transfer.pairs) if error is None else self.rng.randint(0, len(transfer.pairs))
             transfer.copy(transfer.pairs[:upto])
         elif error is None:
