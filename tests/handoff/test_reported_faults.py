@@ -320,7 +320,7 @@ def never_cuts(core: RankProtocol) -> None:
 
 @twice(off=never_cuts)
 def test_a_transfer_that_never_ends(prepare: Prepare) -> None:
-    """R29, I3: a failure is reported at the deadline; the connection goes, which ends the read; then blocks are free."""
+    """R29, I3: it fails at the deadline; then the connection goes, which ends the read; then blocks are free."""
     pair = Pair(PULL, prepare=prepare)
     pair.want("t")
     pair.offer("t")
