@@ -56,9 +56,9 @@ def test_a_reason_cannot_smuggle_a_header() -> None:
     ],
 )
 def test_errors_of_the_engine_have_a_status(error: Exception, status: int, code: str | None, param: str | None) -> None:
-    told = as_api_error(error)  # type: ignore[arg-type]
-    assert (told.status, told.code, told.param) == (status, code, param)
-    assert ("Retry-After" in told.headers()) == (status == 503)
+    answer = as_api_error(error)  # type: ignore[arg-type]
+    assert (answer.status, answer.code, answer.param) == (status, code, param)
+    assert ("Retry-After" in answer.headers()) == (status == 503)
 
 
 def test_addresses() -> None:

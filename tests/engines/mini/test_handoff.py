@@ -564,6 +564,6 @@ def test_a_first_token_that_the_client_has_is_kept_whatever_becomes_of_the_kv(
     tokens = tokens_of(finish(engine)["d"])
     if sent:
         assert tokens[0] == other
-        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it goes on from that one
+        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it continues from that one
     else:
         assert tokens == alone

@@ -100,6 +100,6 @@ async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
         handoffs.has_report = True
         assert executor.has_reports
         executor._tell()
-        assert twice.wait(10.0), "nobody woke the engine"
+        assert twice.wait(10.0), "the engine was not woken"
     finally:
         await thread.stop()

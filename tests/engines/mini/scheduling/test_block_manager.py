@@ -105,7 +105,7 @@ def test_long_runs_are_kept_for_long_prompts() -> None:
     manager.free(b)
     assert manager.allocate(3) == b, "the smallest hole that is large enough"
     manager.free(b)
-    assert num_runs(manager.allocate(8)) == 1, "the run behind, not the hole"
+    assert num_runs(manager.allocate(8)) == 1, "the run after the block, not the hole"
     assert manager.allocate(1, after=c[-1]) == [b[0]], "a growing answer takes the smallest hole"
 
 

@@ -37,7 +37,7 @@ def prompt(length: int, family: int = 0) -> list[int]:
 
 
 def held(engine: Engine) -> int:
-    """Blocks that somebody refers to."""
+    """Returns the blocks that are referenced."""
     engine.check()
     return engine.blocks.num_usable - engine.blocks.num_free
 
@@ -249,7 +249,8 @@ def test_groups_are_of_one_size() -> None:
 
 
 def test_a_state_larger_than_any_block_makes_the_page(caplog: pytest.LogCaptureFixture) -> None:
-    """Then a group has one layer, and blocks of tokens share a page as well as they can; the operator is told."""
+    """Then a group has one layer, and blocks of tokens share a page as well as they can; the operator gets a
+    warning."""
     attention, state = layers_of(full=2, states=1)[::2]
     large = replace(state, parts=(replace(state.parts[0], axes=(("field", 4000, 0, 4000),)),))
     layers = [replace(large if i % 3 else attention, layer=f"layers.{i}.x") for i in range(6)]

@@ -279,7 +279,7 @@ def test_a_hand_off_that_fails_is_computed_from_what_decode_can_use(make_pair: M
         pair.d.engine.step()
     tokens = prompt(60)
     missing = HandoffParams(
-        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="nobody", remote_engine_id=pair.p.id,
+        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="unclaimed", remote_engine_id=pair.p.id,
         remote_incarnation="1", remote_host="h", remote_port=1, remote_num_tokens=60,
     )  # fmt: skip
     pair.d.engine.add(ask("r", tokens, missing, max_tokens=4))
@@ -328,7 +328,8 @@ def test_truncation_happens_once(make_pair: MakePair) -> None:  # R33
 
 
 def test_a_block_of_which_only_the_windows_end_was_moved_serves_nobody(make_pair: MakePair) -> None:
-    """Prefill has tokens from 25 on, decode's block holds [24, 32): whoever goes on behind 32 needs token 24."""
+    """Prefill has tokens from 25 on, decode's block holds [24, 32): a request that continues after 32 needs token
+    24."""
     layers = layers_of(full=1, windows=(9,))
     pair = make_pair(layers, TransferMode.PULL, (5, 8), max_batch_tokens=17)
     pair.go([prompt(35)])
@@ -340,7 +341,7 @@ def test_a_block_of_which_only_the_windows_end_was_moved_serves_nobody(make_pair
 
 
 def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) -> None:
-    """Aborted while it waits for its KV, behind full blocks of our own at whose end no state is known."""
+    """Aborted while it waits for its KV, after full blocks of our own at whose end no state is cached."""
     pair = make_pair(layers_of(**SHAPES["mamba"]), TransferMode.PULL, (4, 4))
     engine = pair.d.engine
 
@@ -354,11 +355,11 @@ def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) ->
     engine.add(ask("own", prompt(45), max_tokens=1))
     idle()
     tokens = [*prompt(42), 7, 7, 7]
-    nobody = HandoffParams(
-        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="nobody", remote_engine_id=pair.p.id,
+    unclaimed = HandoffParams(
+        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="unclaimed", remote_engine_id=pair.p.id,
         remote_incarnation="1", remote_host="h", remote_port=1, remote_num_tokens=44,
     )  # fmt: skip
-    engine.add(ask("gone", tokens, nobody))
+    engine.add(ask("gone", tokens, unclaimed))
     engine.step()
     assert engine.scheduler.waiting_for_kv[RequestId("gone")].num_computed == 40
     engine.abort(RequestId("gone"))
@@ -374,7 +375,7 @@ def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) ->
 @pytest.mark.parametrize("shape", ["gemma", "mamba"])
 @pytest.mark.parametrize("arrived", [20, 28])
 def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> None:
-    """Windows and states are of use only where they were meant for: nothing behind a shorter prefix."""
+    """Windows and states can be used only at the position they were made for, not after a shorter prefix."""
     halves: list[FakeConnector] = []
 
     def connect(cache: KVCache) -> tuple[FakeConnector, FakeConnector]:
@@ -480,7 +481,7 @@ def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[in
     for side in (pair.p, pair.d):
         assert side.engine.blocks.num_free == side.engine.blocks.num_usable, "a block is still in use"
     late = [why for why in pair.reasons if "has not ended" in why or "no such request came" in why]
-    assert not late, "a deadline is for what nobody says"
+    assert not late, "a deadline is only for what no peer reports"
     for number, (name, tokens) in enumerate(prompts.items()):
         got = tokens_of(done[name])
         assert got == answer(tokens, new[name])[: len(got)], name

@@ -1,4 +1,4 @@
-"""Issue 5, item 6: a worker that is told to stop ends what it has begun. The server over a scripted engine."""
+"""A draining worker finishes what it has begun: the server over a scripted engine."""
 
 import asyncio
 import os
@@ -35,8 +35,8 @@ class Serving:
         """Of a POST (with a body) or a GET: the status and the reason or the error's code."""
         method = "POST" if body else "GET"
         async with self.session.request(method, self.url + path, json=body or None) as response:
-            told = await response.json()
-        return response.status, told.get("reason") or told.get("state") or told.get("error", {}).get("code", "")
+            body = await response.json()
+        return response.status, body.get("reason") or body.get("state") or body.get("error", {}).get("code", "")
 
 
 @asynccontextmanager

@@ -53,22 +53,28 @@ async def test_a_request_is_told_with_its_times_and_totals() -> None:
         before_s = time.monotonic()
         await _complete(url, "one", stream=True)
         await _complete(url, "two", kv_transfer_params=PULL)
-        told = await _asked(url, request="one")
-        assert [one.request_id for one in told.requests] == ["one"]
-        one = told.requests[0]
+        answer = await _asked(url, request="one")
+        assert [one.request_id for one in answer.requests] == ["one"]
+        one = answer.requests[0]
         # Same machine, same clock: the order of events is that of real life.
         assert (
-            before_s < one.received_s <= one.began_s <= one.ended_s <= told.received_s <= told.now_s <= time.monotonic()
+            before_s
+            < one.received_s
+            <= one.began_s
+            <= one.ended_s
+            <= answer.received_s
+            <= answer.now_s
+            <= time.monotonic()
         )
         assert (one.status, one.num_tokens) == (200, 2)
-        assert told.handoffs == {"p0": HandoffTotals(landed=1, failed=0, bytes=1000, transfer_s=0.002)}
+        assert answer.handoffs == {"p0": HandoffTotals(landed=1, failed=0, bytes=1000, transfer_s=0.002)}
 
 
 async def test_an_unknown_request_is_no_error_and_the_clock_is_told() -> None:
     async with listening() as url:
-        told = await _asked(url, request="nobody")
-        assert told.requests == ()
-        assert told.now_s >= told.received_s > 0
+        answer = await _asked(url, request="unknown")
+        assert answer.requests == ()
+        assert answer.now_s >= answer.received_s > 0
 
 
 def _reply(request_id: str) -> tuple[Job, CompletionReply]:
@@ -86,8 +92,8 @@ def test_memory_is_bounded_in_requests_and_in_repeats() -> None:
         job, reply = _reply("again")
         traces.remember(job, reply, received_s=float(index), status=200)
     ids = [f"r{index}" for index in range(3000)]
-    told = traces.answer(ids[-MAX_ASKED:], engine="e", incarnation="i", received_s=0.0)
-    assert len(told.requests) == MAX_ASKED
+    answer = traces.answer(ids[-MAX_ASKED:], engine="e", incarnation="i", received_s=0.0)
+    assert len(answer.requests) == MAX_ASKED
     assert traces.answer(ids[:MAX_ASKED], engine="e", incarnation="i", received_s=0.0).requests == ()
     again = traces.answer(["again"], engine="e", incarnation="i", received_s=0.0).requests
     assert [one.received_s for one in again] == [6.0, 7.0, 8.0, 9.0]

@@ -80,8 +80,8 @@ async def test_prefill_tells_the_prompts_blocks_if_asked() -> None:
 
 
 def _json(raw: bytes) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.json.decode(raw)
-    return told
+    body: dict[str, Any] = msgspec.json.decode(raw)
+    return body
 
 
 @pytest.mark.parametrize(("handoff", "sent"), [(True, True), (False, False)])

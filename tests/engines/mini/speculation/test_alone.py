@@ -1,4 +1,4 @@
-"""Tokens with speculation equal tokens without it, for every drafter: alone, batched, with preemption, by chance."""
+"""Tokens with speculation equal tokens without it, for every drafter: alone, batched, with preemption, sampled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,7 @@ def test_by_chance_too_each_answer_is_the_one_without_drafts(
 
 
 def test_an_answer_ends_where_it_would(serving: MakeServing, byte_mtp: str) -> None:
-    """A stop token among the drafts that stood: nothing behind it is answered."""
+    """A stop token among accepted drafts: nothing after it is returned."""
     one = serving(Alone, engine(byte_mtp, "mtp", 3))
     whole = tokens(one.serve(ask([PROMPTS[5]], 30)))[0]
     stop = whole[7]

@@ -52,7 +52,7 @@ def test_tokens_are_the_same_and_drafts_stand(alone: Alone, prompts: list[list[i
     finally:
         plain.close()
     got = accepted(alone)
-    assert got.by_position[0] > 0.2  # a guess among 2,560 tokens stands once in a thousand times
+    assert got.by_position[0] > 0.2  # a guess among 2,560 tokens is accepted once in a thousand times
     assert all(earlier + 0.15 > later for earlier, later in pairwise(got.by_position))
     assert got.length > 1.3
 
@@ -60,7 +60,8 @@ def test_tokens_are_the_same_and_drafts_stand(alone: Alone, prompts: list[list[i
 @pytest.mark.parametrize("first_token", [True, False])
 def test_across_the_hand_off(alone: Alone, prompts: list[list[int]], first_token: bool) -> None:
     """R32: the whole prompt is handed over, with the head's KV. Without prefill's first token decode has the hidden
-    states of one engine alone, and the very same drafts stand; with it, the first step of an answer has no drafts."""
+    states of one engine alone, and exactly the same drafts are accepted; with it, the first step of an answer has no
+    drafts."""
     pair = Pair(settings(), settings(), transport="nixl", first_token=first_token)
     try:
         served = pair.serve(ask(prompts, NEW))

@@ -129,7 +129,7 @@ def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> t
 
 
 def run_to(length: int, one: Engine, *others: Engine) -> Request:
-    """Step engines until the only request of the first has so many tokens computed."""
+    """Step engines until the only request of the first has this many tokens computed."""
     give_up_s, pause = time.monotonic() + 30.0, threading.Event()
     while time.monotonic() < give_up_s:
         request = next(iter(one.scheduler.running), None)

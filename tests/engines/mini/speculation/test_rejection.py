@@ -1,4 +1,4 @@
-"""Drafts by chance: whatever the drafter's distribution is, the answers' is the target's."""
+"""Sampled drafts: whatever the drafter's distribution is, the answers have the target's."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -39,9 +39,9 @@ class World:
         probs = probabilities(self.target.clone(), [self.sampling] * VOCAB)
         return probs / probs.sum(-1, keepdim=True)
 
-    def answers(self, num: int, *, told: "World | None" = None) -> tuple[list[list[int]], int]:
-        """One step of `num` requests behind token 0, and how many drafts stood. `told`: the odds that the verification
-        hears are those of another drafter."""
+    def answers(self, num: int, *, claimed: "World | None" = None) -> tuple[list[list[int]], int]:
+        """Runs one step of `num` requests after token 0; also returns how many drafts were accepted. `claimed`: a
+        world whose drafter's probabilities the verification gets, instead of the right ones."""
         rows, drafts, draft_probs, logits = [], [], [], []
         for seed in range(num):
             rows.append(SamplingRow(self.sampling, seed, [0], [], frozenset()))
@@ -50,9 +50,9 @@ class World:
         for _ in range(DEPTH):
             last = [one.tokens[-1] if one.tokens else 0 for one in made]
             draft_next(self.drafter[last].clone(), made)
-            if told is not None:
-                draft_next(told.drafter[last].clone(), others)
-        for one, other in zip(made, others if told is not None else made, strict=True):
+            if claimed is not None:
+                draft_next(claimed.drafter[last].clone(), others)
+        for one, other in zip(made, others if claimed is not None else made, strict=True):
             drafts.append(one.result(DEPTH)[0])
             draft_probs.append(other.result(DEPTH)[1])
             logits.append(self.target[[0, *drafts[-1]]])
@@ -87,8 +87,8 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("accept_number", lambda seed, place: 0.0),  # every draft stands
-        ("accept_number", lambda seed, place: 1.0),  # only drafts that are likelier by the target stand
+        ("accept_number", lambda seed, place: 0.0),  # every draft is accepted
+        ("accept_number", lambda seed, place: 1.0),  # only drafts that are likelier by the target are accepted
         ("accept_number", draws.draft_number),  # the number that has drawn the draft once more
         ("above", lambda target, draft_probs: target),  # the token instead from the target's own distribution
         ("replacement_number", draws.accept_number),  # the number that has let it fall once more
@@ -101,22 +101,22 @@ def test_a_wrong_sampler_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, wro
     assert world.worst(world.answers(FEWER)[0]) > 4
 
 
-def test_wrong_odds_are_seen() -> None:
+def test_wrong_draft_probabilities_are_seen() -> None:
     """They must be those of the distribution from which the draft was drawn."""
     world, other = World(), World()
     other.drafter = world.drafter * 1.3
-    assert world.worst(world.answers(2 * FEWER, told=other)[0]) > 4
+    assert world.worst(world.answers(2 * FEWER, claimed=other)[0]) > 4
 
 
 def test_requests_of_all_kinds_in_one_step() -> None:
-    """Greedy, by chance with likeliest drafts, with drawn drafts, without drafts: each as if it were alone."""
+    """Greedy, sampled with likeliest drafts, with sampled drafts, without drafts: each as if it were alone."""
     random = torch.Generator().manual_seed(3)
     logits = torch.randn(9, VOCAB, generator=random)
     draft_probs = torch.softmax(torch.randn(2, VOCAB, generator=random), -1)
-    by_chance = SamplingParams(temperature=1.0, logprobs=2)
+    sampled = SamplingParams(temperature=1.0, logprobs=2)
     rows = [
         SamplingRow(sampling, seed, [0], [], frozenset())
-        for seed, sampling in enumerate([SamplingParams(temperature=0.0), by_chance, by_chance, by_chance])
+        for seed, sampling in enumerate([SamplingParams(temperature=0.0), sampled, sampled, sampled])
     ]
     drafts = [[int(logits[0].argmax())], [2, 3], [4, 1], []]
     together = rejection.verify(logits.clone(), rows, drafts, [None, None, draft_probs, None])
@@ -134,14 +134,15 @@ def test_requests_of_all_kinds_in_one_step() -> None:
 
 
 def test_penalties_see_the_drafts_before() -> None:
-    """A token that was drafted and stood is punished behind it."""
+    """An accepted draft is penalised for the tokens after it."""
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 8.0, 0.0]])
     row = SamplingRow(SamplingParams(temperature=0.01, frequency_penalty=2.0), 1, [0], [], frozenset())
     assert [c.token for c in rejection.verify(logits, [row], [[0]], [torch.tensor([[1.0, 0.0, 0.0]])])[0]] == [0, 1]
 
 
-def test_equal_distributions_stand() -> None:
-    """No draft of a drafter that is the target falls; and where one falls by rounding, it is drawn from the target."""
+def test_drafts_of_equal_distributions_are_accepted() -> None:
+    """If the drafter is the target, no draft is rejected; if rounding rejects one, its replacement comes from the
+    target."""
     world = World()
     world.drafter = world.target
     assert world.answers(100)[1] == DEPTH * 100
@@ -156,7 +157,7 @@ def test_settings() -> None:
         SpeculationSettings(method="ngram", num_speculative_tokens=1, draft_sample_method="probabilistic")
 
 
-def test_drawn_drafts_in_small_steps_and_with_preemption(serving: MakeServing, byte_mtp: str) -> None:
+def test_sampled_drafts_in_small_steps_and_with_preemption(serving: MakeServing, byte_mtp: str) -> None:
     """Steps without room for all drafts, requests that start again: each answer ends, twice the same from a seed."""
     settings = engine(byte_mtp, "mtp", 5, spec_draft_sample_method="probabilistic", num_blocks=44, max_batch_tokens=14)
     prompts = [text(length, 1500 * i) for i, length in enumerate((1, 5, 16, 17, 40, 63))]

@@ -1,4 +1,4 @@
-"""What becomes of drafts: greedy they change nothing; by chance the distribution is the target's."""
+"""Drafts change no greedy answer, and sampled answers keep the target's distribution."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_no_draft_is_one_token() -> None:
 
 
 def test_penalties_see_the_drafts_before() -> None:
-    """The same as without drafts: a frequency penalty counts tokens that were drafted and stood."""
+    """The same as without drafts: a frequency penalty counts accepted drafts."""
     logits = one_hot(3, 3)
     logits[:, 2] = 8.0
     out = verify(logits.clone(), [row(frequency_penalty=1.5)], [[3]])
@@ -65,10 +65,10 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
         exact = torch.softmax(first / 0.9, -1) if not filters else one(first)
         sigma = (exact * (1 - exact) / num).sqrt()
         assert ((left / num - exact).abs() <= 4 * sigma + (0.0 if not filters else 0.01)).all()
-        behind = torch.softmax(second[draft] / 0.9, -1) if not filters else one(second[draft])
+        after = torch.softmax(second[draft] / 0.9, -1) if not filters else one(second[draft])
         if left[draft]:
-            off = (counts[draft] / left[draft] - behind).abs()
-            assert (off <= 4 * (behind * (1 - behind) / left[draft]).sqrt() + (0.0 if not filters else 0.01)).all()
+            off = (counts[draft] / left[draft] - after).abs()
+            assert (off <= 4 * (after * (1 - after) / left[draft]).sqrt() + (0.0 if not filters else 0.01)).all()
 
 
 def test_each_answer_is_the_one_without_drafts() -> None:

@@ -98,7 +98,7 @@ HYBRID_PAIRS = [(3, 3, "pull"), (0, 3, "push"), (1, 3, "push"), (5, 2, "pull"), 
 def test_trained_modules_of_a_hybrid_across_the_hand_off(
     serving: MakeServing, plain: Plain, k_p: int, k_d: int, mode: str
 ) -> None:
-    """R5, R32, R35: many drafts stand, and the same ones as with one engine alone, in unequal blocks. A state cannot be
+    """R5, R32, R35: many drafts are accepted, the same ones as in a single engine, in unequal blocks. A state cannot be
     clamped to fewer tokens: both sides stop where the number of modules says, whatever their depths."""
     model, prompts = "byte-mtp-hybrid", [*PROMPTS, text(70, 2500)]
     settings = [engine(model, "mtp", count, block_tokens=size) for count, size in ((k_p, 8), (k_d, 4))]
@@ -116,7 +116,7 @@ def test_trained_modules_of_a_hybrid_across_the_hand_off(
 
 @pytest.mark.parametrize("draft", ["byte-mtp", "windowed"])
 def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed: str, draft: str) -> None:  # R7
-    """The target itself as draft: all stands. One with other layers: not all. Its KV goes along."""
+    """The target itself as draft model: all drafts are accepted; with other layers, not all. Its KV is handed over."""
     model = windowed if draft == "windowed" else byte_mtp
     settings = engine(byte_mtp, "draft_model", 3, spec_model=model)
     pair, alone = serving(Pair, settings, settings), serving(Alone, settings)
@@ -189,7 +189,7 @@ def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, sha
 def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
     serving: MakeServing, plain: Plain, byte_mtp: str, method: str, draft: str | None
 ) -> None:
-    """R3: refused, and computed again; or, with cold_start, handed over whole, and drafts begin behind the prompt."""
+    """R3: refused, and computed again; or, with cold_start, handed over whole, and drafts begin after the prompt."""
     changes = {"spec_model": draft} if draft else {}
     expected = plain(byte_mtp, PROMPTS, 24)
     pair = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, spec_cold_start=True, **changes))
@@ -288,7 +288,8 @@ def test_a_head_that_names_tokens_of_no_target_is_refused_at_the_start(
 
 
 def test_a_state_keeps_drafts_that_stood(serving: MakeServing, plain: Plain, hybrid: str) -> None:
-    """The answer itself as prompt: what follows it once follows it again, so drafts from the text stand, and fall."""
+    """The answer itself as prompt: what follows it once follows it again, so drafts from the text are accepted, and
+    rejected."""
     first = plain(hybrid, [text(40, 100)], 40)[0]
     prompt = [*text(40, 100), *first, *text(40, 100)]
     one = serving(Alone, engine(hybrid, "ngram", 3))

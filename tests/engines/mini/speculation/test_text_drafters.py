@@ -23,7 +23,7 @@ def test_ngram_takes_what_followed_the_last_time() -> None:
 
 
 def test_ngram_prefers_the_longest_run() -> None:
-    # 2, 3 came last with 5 behind it; 1, 2, 3 came with 4.
+    # 2, 3 were last followed by 5; 1, 2, 3 was followed by 4.
     assert NgramDrafter(shortest=2, longest=3).propose(A, [1, 2, 3, 4, 0, 2, 3, 5, 0, 1, 2, 3], 1) == [4]
 
 
@@ -31,8 +31,8 @@ def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> lis
     for size in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if tokens[end - size : end] == tokens[-size:]:
-                behind = tokens[end:]
-                return (behind * count)[:count]
+                following = tokens[end:]
+                return (following * count)[:count]
     return []
 
 
@@ -82,7 +82,7 @@ def test_suffix_counts_are_gone_with_their_texts(texts: list[list[int]]) -> None
 
 
 def test_suffix_counts_a_long_text_over_some_steps() -> None:
-    """Counting is slow: no step waits for a whole prompt, or a whole answer of somebody."""
+    """Counting is slow: no step waits for a whole prompt, or for a whole earlier answer."""
     drafter, text = suffix_drafter(cached=10_000), [number * 7919 % 1009 for number in range(1000)]
     nodes = lambda tree: sum(node.count for node in tree._root.children.values())  # noqa: E731
     counted = []

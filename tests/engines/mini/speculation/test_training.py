@@ -60,7 +60,7 @@ def test_the_shipped_models_are_of_its_form(script: ModuleType, name: str) -> No
 
 
 @pytest.fixture
-def told(eagle: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
+def recorded(eagle: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
     """What a tiny target has said, made up; and the target's directory."""
     random = torch.Generator().manual_seed(4)
     work, directory = tmp_path / "work", tmp_path / "target"
@@ -86,9 +86,9 @@ def told(eagle: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
 def test_an_eagle_head_is_the_same_again_also_when_stopped(
-    eagle: ModuleType, told: tuple[Path, Path], tmp_path: Path
+    eagle: ModuleType, recorded: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    work, directory = told
+    work, directory = recorded
     shape = eagle.Shape(2, 1, 8, 24, 20, (1, 2, 3))
     data, target = eagle.Data(work, directory, shape, held_out=1), eagle.Target.read(directory)
     said: list[str] = []
@@ -112,8 +112,10 @@ def test_an_eagle_head_is_the_same_again_also_when_stopped(
     assert losses[0] == losses[1] == losses[3] != losses[2]
 
 
-def test_the_head_is_written_as_the_engine_reads_it(eagle: ModuleType, told: tuple[Path, Path], tmp_path: Path) -> None:
-    work, directory = told
+def test_the_head_is_written_as_the_engine_reads_it(
+    eagle: ModuleType, recorded: tuple[Path, Path], tmp_path: Path
+) -> None:
+    work, directory = recorded
     shape = eagle.Shape(2, 1, 8, 24, 20, (1, 2, 3))
     data, raw = eagle.Data(work, directory, shape, held_out=1), json.loads((directory / "config.json").read_text())
     head = eagle.Head(shape, eagle.Target.read(directory))
@@ -129,12 +131,12 @@ def test_the_head_is_written_as_the_engine_reads_it(eagle: ModuleType, told: tup
 
 def test_the_shipped_head_is_of_its_form(eagle: ModuleType) -> None:
     directory = model_directory("eagle3-smollm2")
-    shape, told = eagle.Shape(), json.loads((directory / "config.json").read_text())
-    raw = {**told["transformer_layer_config"], "architectures": ["LlamaForCausalLM"]}
+    shape, config = eagle.Shape(), json.loads((directory / "config.json").read_text())
+    raw = {**config["transformer_layer_config"], "architectures": ["LlamaForCausalLM"]}
     target = eagle.Target(
         raw["hidden_size"], raw["vocab_size"], raw["max_position_embeddings"], raw["rms_norm_eps"], 1e5
     )
-    assert told == eagle.config(shape, target, raw)
+    assert config == eagle.config(shape, target, raw)
     weights = load_file(directory / "model.safetensors")
     assert (directory / "model.safetensors").stat().st_size < 10_000_000
     for name, value in eagle.Head(shape, target).state_dict().items():
