@@ -8,7 +8,7 @@ from kvferry.cli.support.parent_death import die_with_supervisor
 from kvferry.cli.support.router_flags import add_router_flags, router_files, router_settings
 from kvferry.router.app import Router
 from kvferry.web.event_loop import run_event_loop
-from kvferry.web.listen import Listener, announce, serve_until_signal
+from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal
 
 __all__ = ["add_arguments", "run"]
 
@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> ExitCode:
     """Routes until SIGINT or SIGTERM."""
     die_with_supervisor()
+    check_ready_file(args.ready_file)
     router = Router(
         args.prefill,
         args.decode,
