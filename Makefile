@@ -92,10 +92,11 @@ bench: setup  ## the benchmarks that need nothing else; JSON with its environmen
 docs-walk: setup  ## type every command of README and docs, in a temporary directory, and compare what they show; minutes
 	$(BIN)/python -m tests.docs_walk
 
-pictures: setup  ## docs/pictures/crossing.svg, by the cost model that machines without a calibration have
+pictures: setup  ## docs/pictures: crossing.svg, by the cost model without a calibration; dashboard.png, which needs Chromium
 	@mkdir -p docs/pictures out/no-calibration
 	KVFERRY_CACHE=out/no-calibration $(BIN)/kvferry plan smollm2 smollm2 --tp 3,1 --pp 1,2 --block-tokens 16,32 --tokens 1000 \
 	  --svg docs/pictures/crossing.svg
+	$(BIN)/python -m docs.pictures.make_dashboard
 
 load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf makes the load (else our own clients)
 	$(BIN)/python -m tests.e2e.under_load $(if $(AIPERF),--aiperf $(AIPERF)) --seconds 120

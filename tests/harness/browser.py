@@ -104,10 +104,11 @@ class Page:
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
 
-    async def picture(self, path: Path) -> None:
-        """The whole page, as PNG."""
-        told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(told["data"]))
+    async def picture(self, path: Path, clip: tuple[int, int] | None = None) -> None:
+        """Writes the whole page as PNG, or only its first `clip` pixels (width, height)."""
+        area = {} if clip is None else {"clip": {"x": 0, "y": 0, "width": clip[0], "height": clip[1], "scale": 1}}
+        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, **area)
+        path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @asynccontextmanager

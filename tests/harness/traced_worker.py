@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import web
 
-from kvferry.web.listen import Listener
 from kvferry.web.stages import TRACE_PATH, HandoffTotals, Stage, StageReport, TraceAnswer
 from tests.harness.scripted_worker import PARAMS, Asked, Script, Worker
 
@@ -26,15 +25,8 @@ class TracedWorker(Worker):
     def now_s(self) -> float:
         return time.monotonic() + self.ahead_s
 
-    async def start(self) -> None:
-        app = web.Application()
-        app.router.add_get("/v1/kvferry", self._describe)
-        app.router.add_get(TRACE_PATH, self._trace)
-        app.router.add_post("/v1/kvferry/release", self._release)
-        app.router.add_post("/v1/{rest:.*}", self._post)
-        self.listener = Listener(app, "127.0.0.1", self.port, shutdown_s=0.1)
-        await self.listener.start()
-        self.port = self.listener.port
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(TRACE_PATH, self._trace), *super().routes()]
 
     async def _trace(self, request: web.Request) -> web.Response:
         received_s = self.now_s()

@@ -117,7 +117,7 @@ class Router:
             worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
         )  # fmt: skip
         self._view = FleetView(fleet=self.fleet, admission=admission, settings=settings, cost=cost, alarm=alarm)
-        middlewares = [error_middleware(lambda: secrets.token_hex(16))]
+        middlewares = [error_middleware(lambda: secrets.token_hex(16), ", /ui")]
         if files.api_keys:
             middlewares.append(key_middleware(read_keys(files.api_keys), _OPEN_PATHS))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)

@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = web.RequestKey("kvferry_request_id", str)
 _MAX_REQUEST_ID_CHARS = 128
 _HINTS = {
-    404: "There is no {method} {path} here; see /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics.",
+    404: "There is no {method} {path} here; see /v1/models, /v1/completions, /v1/chat/completions, /health, "
+    "/metrics{more}.",
     405: "{path} does not answer to {method}; use another method.",
 }
 
@@ -82,8 +83,11 @@ def request_id_of(request: web.Request) -> str:
     return request[REQUEST_ID]
 
 
-def error_middleware(new_request_id: Callable[[], str]) -> Middleware:
-    """Returns the outermost middleware: it gives each request an id and turns exceptions into OpenAI error bodies."""
+def error_middleware(new_request_id: Callable[[], str], more_paths: str = "") -> Middleware:
+    """Returns the outermost middleware: it gives each request an id and turns exceptions into OpenAI error bodies.
+
+    `more_paths`, such as ", /ui", are named besides the common ones to a client that asks for an unknown path.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,7 +107,7 @@ def error_middleware(new_request_id: Callable[[], str]) -> Middleware:
             if error.status < 400:
                 raise
             hint = _HINTS.get(error.status, "{method} {path}: " + error.reason)
-            message = hint.format(method=request.method, path=request.path)
+            message = hint.format(method=request.method, path=request.path, more=more_paths)
             response = ApiError(error.status, message, code=error.reason.lower().replace(" ", "_")).response()
         except ConnectionError:
             raise  # the client has disconnected: there is no one to answer

@@ -9,13 +9,14 @@ import functools
 import msgspec
 
 from kvferry.errors import MalformedMessage
+from kvferry.handshake.fact import FactKind
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.verdict import verdict
+from kvferry.handshake.verdict import show, verdict
 from kvferry.settings import TransferMode
 from kvferry.web.records import WorkerInfo
 from kvferry.wire.versions import PROTOCOL_MAX, PROTOCOL_MIN
 
-__all__ = ["mismatch_reason", "mode_mismatch"]
+__all__ = ["differences", "mismatch_reason", "mode_mismatch"]
 
 
 class _Protocol(msgspec.Struct, frozen=True):
@@ -60,6 +61,43 @@ def _vllm_mismatch(prefill: WorkerInfo, decode: WorkerInfo) -> str | None:
     if prefill.model and decode.model and prefill.model != decode.model:
         return f"model: {prefill.engine}={prefill.model!r} {decode.engine}={decode.model!r}; serve the same model"
     return None
+
+
+def differences(prefill: WorkerInfo, decode: WorkerInfo) -> list[dict[str, str]]:
+    """Returns a row for each thing in which the two differ, for people: `fact`, `class`, both values, and `remedy`."""
+    rows = []
+    if prefill.mode is not None and decode.mode is not None and prefill.mode is not decode.mode:
+        rows.append(_row("transfer mode", prefill.mode, decode.mode, "start both with the same --transfer-mode"))
+    if prefill.kind != decode.kind:
+        rows.append(_row("server", prefill.kind, decode.kind, "pair servers of one kind"))
+    elif prefill.kind == "vllm" and prefill.version != decode.version:
+        rows.append(_row("vLLM version", prefill.version, decode.version, "run the same version on both"))
+    try:
+        ours, theirs = (msgspec.json.decode(bytes(one.facts)) for one in (prefill, decode))
+        if ours and theirs:
+            rows += [
+                {
+                    "fact": row.fact,
+                    "class": str(row.kind),
+                    "prefill": show(row.a),
+                    "decode": show(row.b),
+                    "remedy": row.remedy(prefill.engine, decode.engine),
+                }
+                for row in verdict(Facts.from_json(ours), Facts.from_json(theirs)).rows
+            ]
+    except (MalformedMessage, msgspec.MsgspecError):
+        return rows  # `mismatch_reason` says that they are malformed
+    return rows
+
+
+def _row(fact: str, prefill: str, decode: str, remedy: str) -> dict[str, str]:
+    return {
+        "fact": fact,
+        "class": str(FactKind.MUST_MATCH),
+        "prefill": str(prefill),
+        "decode": str(decode),
+        "remedy": remedy,
+    }
 
 
 @functools.lru_cache(maxsize=4096)

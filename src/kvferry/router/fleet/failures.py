@@ -15,7 +15,7 @@ class WorkerFailed(PeerError):
     def __init__(
         self, worker: Worker, reason: str, *, reached: bool, status: int = 502, answered: bool = False
     ) -> None:
-        super().__init__(f"{worker.name} ({worker.url}) {reason.strip() or 'has failed and gave no reason'}")
+        super().__init__(f"{worker.label} {reason.strip() or 'has failed and gave no reason'}")
         self.worker = worker
         self.reached = reached
         """True if the worker may have worked on the request."""

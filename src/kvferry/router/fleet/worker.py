@@ -128,6 +128,11 @@ class Worker:
         return self.info.engine if self.info is not None else self.url
 
     @property
+    def label(self) -> str:
+        """The engine's id with the address, for people; only the address until the id is known."""
+        return self.url if self.info is None else f"{self.info.engine} ({self.url})"
+
+    @property
     def mode(self) -> TransferMode | None:
         """The transfer mode that it reports, else the one in the parameters that it returned; None if not known yet."""
         if self.info is not None and self.info.mode is not None:
@@ -144,14 +149,14 @@ class Worker:
     def unusable_reason(self) -> str | None:
         """The reason why it gets no new request, or None. Its breaker is not considered: see `unavailable_reason`."""
         if self.down is not None or self.info is None:
-            return f"{self.name} ({self.url}) is down: {self.down}"
+            return f"{self.label} is down: {self.down}"
         if self.info.role not in (self.assigned_role, Role.BOTH):
             return (
-                f"{self.name} ({self.url}) is a {self.info.role} worker and was given as --{self.assigned_role}: "
+                f"{self.label} is a {self.info.role} worker and was given as --{self.assigned_role}: "
                 f"give it as --{self.info.role}, or start it with --role {self.assigned_role}"
             )
         if self.info.state != "ready":
-            return f"{self.name} ({self.url}) takes nothing new: {self.info.state}"
+            return f"{self.label} takes no new requests: {self.info.state}"
         return None
 
     def slow_for_s(self, now_s: float) -> float:
@@ -165,7 +170,7 @@ class Worker:
         """Returns why it gets no request at this moment: `unusable_reason`, or its open breaker. None if it may."""
         reason = self.unusable_reason
         if reason is None and not self.breaker.permits(now_s := time.monotonic()):
-            return f"{self.name} ({self.url}) is left alone: {self.breaker.explain(now_s)}"
+            return f"{self.label} is left alone: {self.breaker.explain(now_s)}"
         return reason
 
     def can(self, ability: str) -> bool:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 
 from kvferry.router.fleet.admission import Admission
+from kvferry.router.fleet.compatibility import differences
 from kvferry.router.fleet.handoff_cost import HandoffCost
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet
 from kvferry.router.observe.alarm import DecodeOnlyAlarm
 from kvferry.router.settings import RouterSettings
+from kvferry.settings import Role
 
 __all__ = ["FleetView"]
 
@@ -57,6 +59,14 @@ class FleetView:
             "waiting": self.admission.num_waiting,
             "decode_only_share": self.alarm.share(now_s),
         }
+
+    def differences(self, prefill_url: str, decode_url: str) -> list[dict[str, str]] | None:
+        """Returns in what a pair differs, or None if the fleet has no such pair."""
+        prefill = self.fleet.find(prefill_url, Role.PREFILL)
+        decode = self.fleet.find(decode_url, Role.DECODE)
+        if prefill is None or decode is None:
+            return None
+        return [] if prefill.info is None or decode.info is None else differences(prefill.info, decode.info)
 
     def _pair(self, prefill: Worker, decode: Worker, now_s: float) -> dict[str, object]:
         pair = self.fleet.pairs.of(prefill, decode)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvferry.router.observe.history import History
 from kvferry.router.observe.observer import Field
 from kvferry.web.stages import StageReport
 
@@ -36,6 +37,20 @@ class Timeline:
     began_s: float
     events: list[Event] = field(default_factory=list)
     ended_s: float | None = None
+
+    @property
+    def first_byte_s(self) -> float | None:
+        """The time from the request's arrival to the first byte of a streamed answer. None before it, and for an answer
+        that is not streamed: it has no first byte before the rest."""
+        if not self.value("stream"):
+            return None
+        at_s = next((event.at_s for event in self.events if event.name == "first_byte"), None)
+        return None if at_s is None else at_s - self.began_s
+
+    def count(self, name: str) -> int:
+        """Returns a field as a number; 0 if it is none."""
+        text = self.text(name)
+        return int(text) if text.isascii() and text.isdigit() else 0
 
     def value(self, name: str) -> Field:
         """Returns a field from the latest event that has it, or None if no event has it."""
@@ -71,6 +86,7 @@ class Timelines:
         self.ended: OrderedDict[int, Timeline] = OrderedDict()
         """The time lines that have ended; the latest is last."""
         self.num_ended = 0
+        self.history = History()
         self._max_kept = max_kept
 
     def worker_headers(self, dispatch: int, stage: str) -> Mapping[str, str]:
@@ -93,6 +109,11 @@ class Timelines:
             self.num_ended += 1
             del self.open[dispatch]
             self.ended[dispatch] = line
+            handed_over = line.count("handed_over")
+            self.history.add(
+                at_s, first_byte_s=line.first_byte_s, handed_over=handed_over,
+                prompt_tokens=handed_over + line.count("cached") + line.count("recomputed"),
+            )  # fmt: skip
             if len(self.ended) > self._max_kept:
                 self.ended.popitem(last=False)
 

@@ -151,19 +151,93 @@ async def test_a_time_line_shows_where_the_milliseconds_went(page: Page) -> None
             "[...document.querySelectorAll('#spans td:first-child')].map(cell => cell.textContent.trim())"
         )
         assert set(names) == {
-            "request", "choose", "prefill request", "queue", "prefill", "decode request", "handshake", "transfer",
+            "request", "choosing workers", "prefill request", "queue", "prefill", "decode request", "claim", "transfer",
             "decode",
         }  # fmt: skip
         proof = await page.js("document.getElementById('proof').textContent")
-        assert "Of 512 prompt tokens 507 were handed over, 0 were cached, 5 recomputed." in proof
+        assert "Of 512 prompt tokens 507 were handed over, 0 were cached and 5 were computed." in proof
         shares = await page.js("[...document.querySelectorAll('#legend li')].map(one => one.textContent)")
-        assert any(one.startswith("prefill on prefill") for one in shares)
+        assert any(one.startswith("prefill ") for one in shares)
+        assert not [one for one in shares if one.endswith(" 0 %")]
         inside = await page.js(
             "[...document.querySelectorAll('#spans .track')].every(track => { const [a, b] = [track, track.firstChild]"
             ".map(one => one.getBoundingClientRect()); return b.left >= a.left - 1 && b.right <= a.right + 3; })"
         )
         assert inside
         assert page.complaints == []
+
+
+async def test_the_page_follows_its_address(page: Page) -> None:
+    shown = "document.getElementById('line-id').textContent"
+    async with a_fleet() as (url, _):
+        await complete(url, "first")
+        await complete(url, "second one")
+        await page.go(url + "/")
+        assert await page.js("location.pathname") == "/ui"
+        await page.until("document.querySelectorAll('#recent .link').length === 2")
+        await page.js("location.hash = 'request=1'")  # as a link that is pasted into the address
+        await page.until(f"{shown}.startsWith('1 · first ·')")
+        await page.js("document.querySelector('#recent .link').click()")
+        await page.until(f"{shown}.startsWith('2 · second one ·') && location.hash === '#request=2'")
+        await page.js("history.back()")
+        await page.until(f"{shown}.startsWith('1 · first ·')")
+        await page.js("location.hash = 'id=' + encodeURIComponent('second one')")
+        await page.until(f"{shown}.startsWith('2 · second one ·')")
+        await page.js("history.go(-2)")
+        await page.until("location.hash === '' && document.getElementById('line').hidden")
+        # One that is forgotten says so, without the headings of a time line.
+        await page.js("location.hash = 'request=99'")
+        await page.until(f"{shown}.includes('is remembered')")
+        assert await page.js("document.getElementById('line-body').hidden")
+        await page.js("location.hash = 'id=first'")
+        await page.until(f"{shown}.startsWith('1 · first ·') && !document.getElementById('line-body').hidden")
+
+
+async def test_a_narrow_window_shows_bars_and_a_refusal_does_not_grow(page: Page) -> None:
+    async with a_fleet() as (url, _):
+        try:
+            for width in (1400, 420):
+                await page.size(width, 900)
+                await complete(url, f"at-{width}", stream=True)
+                await page.go("about:blank")
+                await page.go(f"{url}/ui#id=at-{width}")
+                await page.until("document.querySelectorAll('#spans tr').length > 5")
+                await page.until(f"{CELLS}.length === 3")
+                widest = await page.js(f"Math.max(...{CELLS}.map(cell => cell.getBoundingClientRect().width))")
+                assert widest <= 240
+                bar = await page.js("document.querySelector('#spans .track').getBoundingClientRect().width")
+                assert bar >= 120
+                texts = await page.js(
+                    "[...document.querySelectorAll('#spans td.num')].map(cell => cell.scrollWidth - cell.clientWidth)"
+                )
+                assert max(texts) <= 0, "times are not cut"
+        finally:
+            await page.size(1280, 900)
+
+
+async def test_a_refused_pair_shows_the_facts_that_differ(page: Page) -> None:
+    async with a_fleet() as (url, _):
+        await page.go(url + "/ui")
+        await page.until(f"{CELLS}.length === 3 && {CELLS}[1].dataset.fit === 'no'")
+        await page.js(f"{CELLS}[1].click()")
+        await page.until("document.querySelector('.facts') !== null")
+        row = await page.js("[...document.querySelectorAll('.facts tbody tr > *')].map(cell => cell.textContent)")
+        assert row == ["transfer mode", "push", "pull", "✕ must match", "start both with the same --transfer-mode"]
+        assert not await page.js("document.querySelector('#detail pre') !== null"), "said once"
+        assert page.complaints == []
+
+
+async def test_the_last_minutes_are_small_charts(page: Page) -> None:
+    async with a_fleet() as (url, _):
+        await complete(url, "whole")
+        await complete(url, "stream", stream=True)
+        await page.go(url + "/ui")
+        await page.until("document.getElementById('now-share').textContent === '99 %'")
+        assert "p50" in await page.js("document.getElementById('now-first').textContent")
+        assert await page.js("document.querySelectorAll('.charts path').length") == 4
+        first = await page.js("[...document.querySelectorAll('#recent tr')].map(row => row.cells[5].textContent)")
+        assert first[1] == "–", "an answer that is not streamed has no first byte of its own"
+        assert first[0].endswith(" ms")
 
 
 async def test_what_is_open_is_shown_while_it_is_open(page: Page) -> None:
@@ -236,7 +310,11 @@ async def test_a_router_with_keys_asks_for_one(page: Page, tmp_path: Path) -> No
         await page.go(url + "/ui")
         await page.until("document.getElementById('key-dialog').open")
         assert await page.js("document.activeElement.id") == "key"
-        await page.type("a-key-of-a-client")
+        assert await page.js("document.getElementById('key-refused').hidden")
+        await page.type("a-wrong-key")
+        await page.press("Enter")
+        await page.until("!document.getElementById('key-refused').hidden")
+        await page.type("a-key-of-a-client")  # in place of the wrong one, which is selected
         await page.press("Enter")
         await page.until("document.querySelectorAll('.worker').length === 1")
         await page.until("document.getElementById('alarm').textContent.includes('decode only')")

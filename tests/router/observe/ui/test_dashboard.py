@@ -149,7 +149,7 @@ async def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> No
     await listener.start()
     try:
         async with client() as session:
-            for path in ("/ui", "/ui/app.js", "/ui/style.css"):
+            for path in ("/ui", "/ui/app.js", "/ui/charts.js", "/ui/style.css"):
                 async with session.get(listener.url + path) as answer:
                     assert answer.status == 200
                     policy = answer.headers["Content-Security-Policy"]
@@ -168,7 +168,7 @@ async def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> No
 
 def test_nothing_of_the_page_comes_from_elsewhere() -> None:
     assets = Path(handlers.__file__).parent / "assets"
-    for name in ("index.html", "app.js", "style.css"):
+    for name in ("index.html", "app.js", "charts.js", "style.css"):
         text = (assets / name).read_text().replace("http://www.w3.org/2000/svg", "")
         text = text.replace("http%3A", "")
         assert not [word for word in ("http://", "https://", "@import") if word in text], name
@@ -186,3 +186,25 @@ async def test_an_open_dashboard_does_not_hold_up_the_routers_end() -> None:
             await listener.stop()
         await events.content.read()  # the stream ended in order
     await decode.stop()
+
+
+async def test_the_root_leads_to_the_page_and_an_unknown_path_names_it() -> None:
+    async with fleet(a_decode("d0")) as (url, _), client() as session:
+        async with session.get(url + "/", allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (302, "/ui")
+        async with session.get(url + "/dashboard") as answer:
+            assert answer.status == 404
+            assert "/metrics, /ui." in (await answer.json())["error"]["message"]
+
+
+async def test_a_pair_says_in_what_it_differs() -> None:
+    prefill, decode = a_prefill("p0", mode="push"), a_decode("d0", mode="pull")
+    async with fleet(prefill, decode) as (url, _), client() as session:
+        query = {"prefill": prefill.url, "decode": decode.url}
+        async with session.get(url + "/ui/pair", params=query) as answer:
+            [row] = (await answer.json())["differences"]
+        assert (row["fact"], row["class"], row["prefill"], row["decode"]) == (
+            "transfer mode", "must match", "push", "pull",
+        )  # fmt: skip
+        async with session.get(url + "/ui/pair", params={**query, "decode": "http://nowhere"}) as answer:
+            assert (await answer.json())["error"]["code"] == "pair_not_found"

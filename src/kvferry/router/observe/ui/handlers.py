@@ -1,4 +1,4 @@
-"""The dashboard's HTTP: a page with its two files, and the data that they fetch.
+"""The dashboard's HTTP: a page with its files, and the data that they fetch.
 
 The page and its files are the same for everyone, so they need no key. The data (/ui/state, /ui/events, /ui/request)
 needs one of the router's keys like everything else; the page asks its user for it. Nothing is loaded from elsewhere,
@@ -25,6 +25,7 @@ __all__ = ["PAGE_PATHS", "Dashboard"]
 _FILES = {
     "/ui": ("index.html", "text/html"),
     "/ui/app.js": ("app.js", "text/javascript"),
+    "/ui/charts.js": ("charts.js", "text/javascript"),
     "/ui/style.css": ("style.css", "text/css"),
 }
 PAGE_PATHS = frozenset({"/", *_FILES})
@@ -68,6 +69,7 @@ class Dashboard:
         app.router.add_get("/ui/state", self._get_state)
         app.router.add_get("/ui/events", self._events)
         app.router.add_get("/ui/request", self._request)
+        app.router.add_get("/ui/pair", self._pair)
         app.on_shutdown.append(self._on_shutdown)
 
     async def _on_shutdown(self, _: web.Application) -> None:
@@ -124,6 +126,16 @@ class Dashboard:
         parts = await self._collector.parts_of(self._session(), self._view.fleet.workers, line)
         body = msgspec.json.encode(request_state(line, parts, time.monotonic()))
         return web.Response(body=body, content_type="application/json", headers=_HEADERS)
+
+    async def _pair(self, request: web.Request) -> web.Response:
+        """Answers with the facts in which a pair differs: `?prefill=URL&decode=URL`."""
+        prefill, decode = request.query.get("prefill", ""), request.query.get("decode", "")
+        rows = self._view.differences(prefill, decode)
+        if rows is None:
+            raise ApiError(404, f"no pair {prefill!r}, {decode!r} is in the fleet", code="pair_not_found")
+        return web.Response(
+            body=msgspec.json.encode({"differences": rows}), content_type="application/json", headers=_HEADERS
+        )
 
     def _now(self) -> bytes:
         """Returns the state. It is made at most twice a second, however many pages are open."""

@@ -30,6 +30,7 @@ def fleet_state(
         "pairs": pairs,
         "num_open": len(timelines.open),
         "num_ended": timelines.num_ended,
+        "history": timelines.history.series(now_s),
         "open": [_row(line, now_s) for line in opened],
         "recent": [_row(line, now_s) for line in recent],
     }
@@ -83,7 +84,7 @@ def _traffic(totals: HandoffTotals | None) -> dict[str, Any]:
 
 def _row(line: Timeline, now_s: float) -> dict[str, Any]:
     end_s = line.ended_s if line.ended_s is not None else now_s
-    first_s = next((event.at_s for event in line.events if event.name == "first_byte"), None)
+    first_s = line.first_byte_s
     return {
         "number": line.number,
         "request_id": line.text("request_id"),
@@ -95,7 +96,7 @@ def _row(line: Timeline, now_s: float) -> dict[str, Any]:
         "decode": line.text("decode"),
         "status": line.value("status") if line.ended_s is not None else None,
         "ms": _ms(end_s - line.began_s),
-        "first_byte_ms": None if first_s is None else _ms(first_s - line.began_s),
+        "first_byte_ms": None if first_s is None else _ms(first_s),
         "handed_over": line.value("handed_over"),
         "cached": line.value("cached"),
         "recomputed": line.value("recomputed"),

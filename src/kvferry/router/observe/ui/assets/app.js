@@ -2,7 +2,7 @@
 // The dashboard: one stream of states, drawn into the page that index.html lays out. Text goes in as text, never as HTML.
 
 const $ = (id) => document.getElementById(id);
-const state = { last: null, selected: null, line: null, key: sessionStorage.getItem("kvferry-key") || "", paused: false, rate: [] };
+const state = { last: null, selected: null, differences: null, line: null, wanted: "", unfinished: false, key: sessionStorage.getItem("kvferry-key") || "", paused: false };
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -49,6 +49,12 @@ function bytes(value) {
   return scaled.toFixed(power && scaled < 100 ? 1 : 0) + " " + units[power];
 }
 
+// A line break may come before the port, never inside it.
+function address(url) {
+  const [, host, port] = /^(.*?)(:\d+)?$/.exec(url);
+  return port ? [host, make("wbr"), make("span", { class: "nowrap", text: port })] : [host];
+}
+
 // ---- the theme ----
 const THEMES = ["auto", "light", "dark"];
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -69,7 +75,7 @@ showTheme();
 const headers = () => (state.key ? { Authorization: "Bearer " + state.key } : {});
 async function ask(path, options = {}) {
   const answer = await fetch(path, { headers: headers(), cache: "no-store", ...options });
-  if (answer.status === 401) { askKey(); throw new Error("needs a key"); }
+  if (answer.status === 401) { askKey(); throw new Error("a key is needed"); }
   if (!answer.ok) {
     const body = await answer.json().catch(() => ({}));
     throw new Error((body.error && body.error.message) || "status " + answer.status);
@@ -77,12 +83,18 @@ async function ask(path, options = {}) {
   return answer;
 }
 function askKey() {
-  if (!$("key-dialog").open) $("key-dialog").showModal();
+  $("key-refused").hidden = !state.key;
+  state.key = "";
+  sessionStorage.removeItem("kvferry-key");
+  if ($("key-dialog").open) return;
+  $("key-dialog").showModal();
+  $("key").select();
 }
 function useKey() {
   state.key = $("key").value.trim();
   sessionStorage.setItem("kvferry-key", state.key);
   $("key-dialog").close();
+  followHash();
 }
 $("key-ok").addEventListener("click", useKey);
 $("key").addEventListener("keydown", (event) => { if (event.key === "Enter") useKey(); });
@@ -132,19 +144,18 @@ function showHealth(status, reason) {
 function show(now) {
   state.last = now;
   showHealth(now.status, now.reason);
-  state.rate.push([performance.now(), now.num_ended]);
-  if (state.rate.length > 6) state.rate.shift();
-  const [from, to] = [state.rate[0], state.rate[state.rate.length - 1]];
-  const rate = to[0] > from[0] ? Math.max(0, ((to[1] - from[1]) / (to[0] - from[0])) * 1000) : null;
-  setText($("fig-rate"), rate === null ? "–" : rate.toFixed(rate < 10 ? 1 : 0));
+  const rate = lastOf(now.history.rate);
+  setText($("fig-rate"), rate.toFixed(rate < 10 ? 1 : 0));
   setText($("fig-open"), count(now.num_open));
   setText($("fig-waiting"), count(now.waiting));
   setText($("fig-ended"), count(now.num_ended));
-  setText($("fig-alone"), (100 * now.decode_only_share).toFixed(0) + " %");
+  setText($("fig-decode-only"), (100 * now.decode_only_share).toFixed(0) + " %");
+  showHistory(now.history);
   showMatrix(now);
   showDetail();
   showOpen(now);
   showRecent(now);
+  if (state.unfinished) loadLine(state.wanted); // it is still open: it grows
 }
 
 // ---- the matrix ----
@@ -180,7 +191,7 @@ function showMatrix(now) {
 function buildMatrix(table, prefill, decode, shape) {
   table.dataset.shape = shape;
   const header = (worker) => make("button", { class: "worker", type: "button", tabindex: "-1", "data-worker": worker.wanted + " " + worker.url, onclick: () => select("worker", worker.wanted + " " + worker.url) },
-    make("b"), make("span"), make("span"), make("span", { class: "load" }, make("i")));
+    make("b"), make("span"), make("span"), make("span", { class: "load", "aria-hidden": "true" }, make("i", { class: "used" }), make("i", { class: "kept" })), make("span", { class: "cache" }));
   const top = make("tr", { role: "row" }, make("td", { class: "corner", text: prefill.length ? "prefill ↓  decode →" : "decode only" }),
     ...decode.map((worker) => make("th", { scope: "col", role: "columnheader" }, header(worker))));
   const rows = prefill.map((p) => make("tr", { role: "row" }, make("th", { scope: "row", role: "rowheader" }, header(p)),
@@ -197,14 +208,22 @@ function buildMatrix(table, prefill, decode, shape) {
 function updateWorker(table, worker) {
   const node = table.querySelector(`[data-worker="${CSS.escape(worker.wanted + " " + worker.url)}"]`);
   if (!node) return;
-  const [name, line, second, load] = node.children;
+  const [name, line, second, load, cache] = node.children;
   setData(node, "up", worker.usable ? "yes" : "no");
-  setText(name, nameOf(worker));
-  setText(line, [worker.mode, worker.kind, worker.version, worker.breaker === "open" ? "left alone" : ""].filter(Boolean).join(" · ") || worker.url);
-  setText(second, worker.usable ? `${count(worker.load)} open` + (worker.blocks ? ` · ${count(worker.free_blocks)} of ${count(worker.blocks)} blocks free` : "") : "not in use");
-  const used = worker.blocks && worker.free_blocks !== null ? 1 - worker.free_blocks / worker.blocks : 0;
-  load.firstChild.style.width = Math.round(100 * Math.min(1, Math.max(0, used))) + "%";
-  node.setAttribute("aria-label", `${worker.wanted} ${nameOf(worker)}: ${worker.usable ? "in use" : worker.why}, ${worker.load} requests open`);
+  if (name.textContent !== nameOf(worker)) name.replaceChildren(...(worker.engine ? [worker.engine] : address(worker.url)));
+  setText(line, [worker.mode, worker.kind, worker.version, worker.breaker === "open" ? "left alone" : ""].filter(Boolean).join(" · ") || (worker.engine ? worker.url : ""));
+  setText(second, worker.usable ? `${count(worker.load)} open` : "not in use");
+  const known = worker.usable && worker.blocks && worker.free_blocks !== null;
+  const share = (blocks) => Math.min(1, Math.max(0, blocks / worker.blocks));
+  const used = known ? share(worker.blocks - worker.free_blocks) : 0;
+  const kept = known ? Math.min(1 - used, share(worker.cached_blocks)) : 0; // prefixes that are kept count as free
+  load.children[0].style.width = 100 * used + "%";
+  load.children[1].style.width = 100 * kept + "%";
+  setData(load, "full", used > 0.9 ? "yes" : "no");
+  const meter = known ? `Cache ${(100 * used).toFixed(0)} % in use, ${count(worker.free_blocks)} of ${count(worker.blocks)} blocks free` : "";
+  load.hidden = !known;
+  setText(cache, known ? `cache ${(100 * used).toFixed(0)} % · ${count(worker.free_blocks)} of ${count(worker.blocks)} free` : "");
+  node.setAttribute("aria-label", `${worker.wanted} ${nameOf(worker)}: ${worker.usable ? "in use" : worker.why}, ${worker.load} requests open. ${meter}`);
 }
 // In push mode decode counts from its registration: prefill's own time is in it, and the wire was faster than that.
 const bandwidth = (pair, decode) => (decode.mode === "push" ? "≥ " : "") + bytes(pair.bytes_per_s) + "/s";
@@ -215,11 +234,11 @@ function updateCell(cell, pair, prefill, decode, most) {
   if (cell.dataset.word !== fit) { cell.dataset.word = fit; word.replaceChildren(icon, make("span", { class: "word", text: " " + FIT_WORDS[fit] })); }
   const rate = pair.bytes_per_s ? bandwidth(pair, decode) : pair.landed ? count(pair.landed) + " handed over" : fit === "yes" ? "no traffic yet" : "";
   setText(main, fit === "no" || fit === "down" ? "" : rate);
-  const told = `${count(pair.landed)} landed · ${count(pair.failed)} failed` + (pair.open ? ` · ${count(pair.open)} in flight` : "");
-  setText(small, why || told);
+  const counts = `${count(pair.landed)} landed · ${count(pair.failed)} failed` + (pair.open ? ` · ${count(pair.open)} in flight` : "");
+  setText(small, why || counts);
   share.style.width = fit === "yes" ? (100 * pair.landed) / most + "%" : "0";
   cell.title = why;
-  cell.setAttribute("aria-label", `${pair.prefill} to ${pair.decode}: ${FIT_WORDS[fit]}. ${why} ${rate}, ${told}`);
+  cell.setAttribute("aria-label", `${pair.prefill} to ${pair.decode}: ${FIT_WORDS[fit]}. ${why} ${rate}, ${counts}`);
 }
 $("matrix").addEventListener("keydown", (event) => {
   const step = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -99], End: [0, 99] }[event.key];
@@ -244,11 +263,33 @@ function select(kind, id) {
   for (const cell of $("matrix").querySelectorAll("button")) {
     cell.setAttribute("aria-selected", String(!same && (cell.dataset.pair === id || cell.dataset.worker === id)));
   }
+  if (state.selected && kind === "pair") loadDifferences(id);
   showDetail();
+}
+async function loadDifferences(id) {
+  const pair = state.last && state.last.pairs.find((one) => one.prefill_url + " " + one.decode_url === id);
+  state.differences = null;
+  if (!pair) return;
+  const query = new URLSearchParams({ prefill: pair.prefill_url, decode: pair.decode_url });
+  try {
+    state.differences = { id, rows: (await (await ask("/ui/pair?" + query)).json()).differences };
+  } catch {
+    return; // the reason is shown without its table
+  }
+  showDetail();
+}
+const CLASSES = { "must match": "✕ must match", bridged: "✓ bridged" };
+function differences(pair) {
+  const known = state.differences;
+  if (!known || known.id !== pair.prefill_url + " " + pair.decode_url || !known.rows.length) return [];
+  const head = ["Fact", pair.prefill, pair.decode, "", "What to do"];
+  return [make("div", { class: "scroll" }, make("table", { class: "list facts" }, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", { scope: "col", text })))),
+    make("tbody", {}, ...known.rows.map((row) => make("tr", { "data-class": row.class.replace(" ", "-") }, make("th", { scope: "row", text: row.fact }), make("td", { text: row.prefill }), make("td", { text: row.decode }),
+      make("td", { text: CLASSES[row.class] || row.class }), make("td", { text: row.remedy }))))))];
 }
 function facts(entries) {
   return make("dl", {}, ...entries.filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: String(value) }))));
+    .map(([name, value]) => make("div", {}, make("dt", { text: name }), Array.isArray(value) ? make("dd", {}, ...value) : make("dd", { text: String(value) }))));
 }
 function showDetail() {
   const panel = $("detail");
@@ -268,7 +309,8 @@ function pairDetail() {
     make("h3", { text: `${icon} ${pair.prefill} → ${pair.decode}: ${FIT_WORDS[fit]}` }),
     facts([["landed", count(pair.landed)], ["failed", count(pair.failed)], ["in flight", count(pair.open)], ["tokens handed over", count(pair.handed_over_tokens)],
       ["bytes", bytes(pair.bytes)], [decode.mode === "push" ? "bandwidth, prefill's time included" : "bandwidth", pair.bytes_per_s ? bandwidth(pair, decode) : "–"], ["breaker", pair.breaker]]),
-    ...(why ? [make("pre", { text: why })] : []),
+    ...(why && !(pair.why_not && differences(pair).length) ? [make("pre", { text: why })] : []),
+    ...differences(pair),
     ...(pair.last_why ? [make("pre", { text: "Last failure: " + pair.last_why })] : []),
   ];
 }
@@ -277,7 +319,7 @@ function workerDetail() {
   if (!worker) return null;
   return [
     make("h3", { text: `${nameOf(worker)}: ${worker.usable ? "in use for " + worker.wanted : "not in use"}` }),
-    facts([["address", worker.url], ["known from", worker.source], ["engine", [worker.kind, worker.version].filter(Boolean).join(" ")], ["incarnation", worker.incarnation],
+    facts([["address", address(worker.url)], ["known from", worker.source], ["engine", [worker.kind, worker.version].filter(Boolean).join(" ")], ["incarnation", worker.incarnation],
       ["role", worker.role], ["transfer mode", worker.mode], ["model", worker.model], ["open here", count(worker.open_requests)], ["open there", count(worker.load)],
       ["free blocks", worker.blocks ? `${count(worker.free_blocks)} of ${count(worker.blocks)}` : ""], ["cached blocks", count(worker.cached_blocks)],
       ["failures", count(worker.failures)], ["breaker", worker.breaker]]),
@@ -308,14 +350,17 @@ function showOpen(now) {
       node.setAttribute("aria-selected", String(state.line === row.number));
     });
 }
+const tokens = (row) => [row.handed_over, row.cached, row.recomputed].map((value) => Number(value || 0));
 function meter() {
-  return make("span", { class: "tokens" }, make("span", { class: "meter", "aria-hidden": "true" }, make("i", { class: "handed" }), make("i", { class: "cached" }), make("i", { class: "again" })), make("span"));
+  return make("span", { class: "tokens" }, make("span", { class: "meter", "aria-hidden": "true" }, make("i", { class: "handed" }), make("i", { class: "cached" }), make("i", { class: "computed" })), make("span"));
 }
 function updateMeter(node, row) {
-  const parts = [row.handed_over, row.cached, row.recomputed].map((value) => Number(value || 0));
+  const parts = tokens(row);
+  // Tokens that decode had to compute although another engine should have brought them.
+  setData(node.firstChild.lastChild, "unwanted", row.why && row.route !== "local" ? "yes" : "no");
   const whole = Math.max(1, parts[0] + parts[1] + parts[2]);
   [...node.firstChild.children].forEach((bar, index) => { bar.style.width = (100 * parts[index]) / whole + "%"; });
-  setText(node.lastChild, row.handed_over === null && row.recomputed === null ? "not told" : parts.map(count).join(" · "));
+  setText(node.lastChild, row.handed_over === null && row.recomputed === null ? "not reported" : parts.map(count).join(" · "));
 }
 function showRecent(now) {
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -350,49 +395,71 @@ $("filter").addEventListener("input", () => state.last && showRecent(state.last)
 // ---- one request's time line ----
 const PARTS = { choose: "choosing workers", queue: "queue", prefill: "prefill", handshake: "handshake", transfer: "transfer", decode: "decode" };
 const partOf = (name) => (name in PARTS ? name : "wire");
-function partName(lane, name) {
+// In pull mode decode's handshake stage is the time until prefill has granted its claim; in push mode it registers.
+const stageName = (line, name) => (name === "handshake" ? (line.route === "push" ? "registration" : "claim") : PARTS[name] || name);
+function partName(line, lane, name) {
   if (name === "request") return "router";
   if (name.endsWith(" request")) return "network and HTTP, " + lane;
-  if (name === "choose") return PARTS.choose;
-  return `${PARTS[name] || name} on ${lane}`;
+  if (name === "choose" || name === lane) return PARTS[name];
+  return `${stageName(line, name)} on ${lane}`;
 }
-async function openLine(number, focus = true) {
-  state.line = number;
-  history.replaceState(null, "", "#request=" + number);
+// The address says which request is open: #request=NUMBER, or #id=X-REQUEST-ID.
+const queryOf = (hash) => {
+  const [, kind, value] = /^#(request|id)=(.+)$/.exec(hash) || [];
+  if (!kind) return "";
+  const text = decodeURIComponent(value);
+  return new URLSearchParams(kind === "request" && /^\d+$/.test(text) ? { number: text } : { id: text }).toString();
+};
+function openLine(number) { location.hash = "request=" + number; }
+async function followHash(focus = true) {
+  state.wanted = queryOf(location.hash);
+  state.unfinished = false;
+  if (!state.wanted) { closeLine(); return; }
+  await loadLine(state.wanted);
+  if (focus && !$("line").hidden) { $("line").scrollIntoView({ block: "nearest" }); $("line-close").focus({ preventScroll: true }); }
+}
+async function loadLine(query) {
+  let line = null, problem = "";
   try {
-    showLine(await (await ask("/ui/request?number=" + number)).json());
-    if (focus) { $("line").scrollIntoView({ block: "nearest" }); $("line-close").focus({ preventScroll: true }); }
+    line = await (await ask("/ui/request?" + query)).json();
   } catch (error) {
-    $("line").hidden = false;
-    setText($("line-id"), error.message);
+    problem = error.message;
   }
+  if (query !== state.wanted) return; // another one was opened meanwhile
+  state.line = line && line.number;
+  state.unfinished = Boolean(line) && line.status === null;
+  $("line").hidden = $("key-dialog").open;
+  $("line-body").hidden = !line;
+  if (line) showLine(line); else setText($("line-id"), problem);
 }
-$("line-close").addEventListener("click", () => {
+function closeLine() {
   const row = document.querySelector(`#recent [data-key="${state.line}"] .link, #open [data-key="${state.line}"] .link`);
   state.line = null;
+  if ($("line").hidden) return;
   $("line").hidden = true;
-  history.replaceState(null, "", location.pathname);
   if (row) row.focus();
-});
+}
+$("line-close").addEventListener("click", () => { history.pushState(null, "", location.pathname); followHash(); });
+addEventListener("hashchange", () => followHash());
+addEventListener("popstate", () => { if (!location.hash) followHash(); });
 function proofOf(line) {
-  const total = [line.handed_over, line.cached, line.recomputed].reduce((sum, one) => sum + Number(one || 0), 0);
-  const tokens = total ? `Of ${count(total)} prompt tokens ${count(line.handed_over || 0)} were handed over, ${count(line.cached || 0)} were cached, ${count(line.recomputed || 0)} recomputed. ` : "";
+  const parts = tokens(line), total = parts[0] + parts[1] + parts[2];
+  const tokenText = total ? `Of ${count(total)} prompt tokens ${count(parts[0])} were handed over, ${count(parts[1])} were cached and ${count(parts[2])} were computed. ` : "";
   const way = line.route ? `Route ${line.route}${line.prefill ? ", prefill " + line.prefill : ""}${line.decode ? ", decode " + line.decode : ""}. ` : "";
   const moved = line.workers.filter((one) => one.bytes).map((one) => `${bytes(one.bytes)} in ${count(one.runs)} runs, ${ms(one.transfer_ms)}. `).join("");
-  return way + tokens + moved + (line.why ? "Why: " + line.why : "");
+  return way + tokenText + moved + (line.why ? "Why: " + line.why : "");
 }
 function showLine(line) {
-  $("line").hidden = false;
-  setText($("line-id"), `${line.request_id} · ${line.path} · ${line.status === null ? line.stage : "status " + line.status} · ${ms(line.ms)}` + (line.first_byte_ms === null ? "" : `, first byte after ${ms(line.first_byte_ms)}`));
+  setText($("line-id"), `${line.number} · ${line.request_id} · ${line.path} · ${line.status === null ? line.stage : "status " + line.status} · ${ms(line.ms)}` + (line.first_byte_ms === null ? "" : `, first byte after ${ms(line.first_byte_ms)}`));
   setText($("proof"), proofOf(line));
   const whole = Math.max(line.ms, 0.001);
   $("shares").replaceChildren(...line.breakdown.map((one) => {
-    const bar = make("i", { "data-part": partOf(one.name), title: `${partName(one.lane, one.name)}: ${ms(one.ms)}` });
+    const bar = make("i", { "data-part": partOf(one.name), title: `${partName(line, one.lane, one.name)}: ${ms(one.ms)}` });
     bar.style.flex = `${Math.max(one.ms, whole / 500)} 0 0`;
     return bar;
   }));
-  $("legend").replaceChildren(...line.breakdown.map((one) => make("li", {}, make("span", { class: "key", "data-part": partOf(one.name), "aria-hidden": "true" }),
-    make("span", { text: `${partName(one.lane, one.name)} ` }), make("b", { text: ms(one.ms) }), make("span", { class: "hint", text: ((100 * one.ms) / whole).toFixed(0) + " %" }))));
+  $("legend").replaceChildren(...line.breakdown.filter((one) => one.ms >= whole / 200).map((one) => make("li", {}, make("span", { class: "key", "data-part": partOf(one.name), "aria-hidden": "true" }),
+    make("span", { text: `${partName(line, one.lane, one.name)} ` }), make("b", { text: ms(one.ms) }), make("span", { class: "hint", text: ((100 * one.ms) / whole).toFixed(0) + " %" }))));
   const marks = [0, 0.25, 0.5, 0.75, 1];
   $("axis").replaceChildren(...marks.map((at) => { const mark = make("span", { text: ms(at * whole) }); mark.style.left = 100 * at + "%"; return mark; }));
   $("spans").replaceChildren(...line.spans.map((span) => {
@@ -402,18 +469,17 @@ function showLine(line) {
     bar.style.width = (100 * (span.end_ms - span.begin_ms)) / whole + "%";
     const depth = span.parent === "" ? "0" : span.parent === "request" ? "1" : "2";
     return make("tr", { "data-depth": depth, title: span.failed },
-      make("td", {}, make("span", { class: "key", "data-part": partOf(span.name), "aria-hidden": "true" }), make("span", { text: span.name + (span.failed ? " ✕ failed" : "") })),
+      make("td", {}, make("span", { class: "key", "data-part": partOf(span.name), "aria-hidden": "true" }), make("span", { text: stageName(line, span.name) + (span.failed ? " ✕ failed" : "") })),
       make("td", { text: span.engine || "router" }), make("td", {}, make("div", { class: "track", "aria-hidden": "true" }, bar)),
       make("td", { class: "num", text: ms(span.begin_ms) }), make("td", { class: "num", text: ms(span.end_ms - span.begin_ms) }));
   }));
   const errors = line.workers.map((one) => `${one.engine} ± ${ms(one.clock_error_ms)}`);
   setText($("line-note"), [
-    errors.length ? "Workers' stages are by their own clocks, set right: " + errors.join(", ") + "." : "",
-    line.silent.length ? `${line.silent.join(", ")} said nothing of this request: only the router's view of it is here.` : "",
+    errors.length ? "Workers' stages come from their own clocks, corrected to within: " + errors.join(", ") + "." : "",
+    line.silent.length ? `${line.silent.join(", ")} reported nothing about this request: only the router's view of it is shown.` : "",
   ].filter(Boolean).join(" "));
   $("line-events").replaceChildren(...line.events.map((event) => make("tr", {}, make("td", { class: "num", text: ms(event.at_ms) }), make("td", { text: event.name }),
     make("td", { text: Object.entries(event.fields).map(([name, value]) => `${name}=${value}`).join("  ") }))));
 }
-const asked = /^#request=(\d+)$/.exec(location.hash);
-if (asked) openLine(Number(asked[1]), false);
+followHash(false);
 watch();
