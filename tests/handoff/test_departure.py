@@ -149,7 +149,7 @@ def test_prefill_keeps_what_the_peer_may_still_read(mode: TransferMode) -> None:
     assert p.core.idle
 
 
-def test_after_a_departure_its_messages_change_nothing_until_it_is_introduced_again() -> None:
+def test_after_a_departure_its_messages_change_nothing_until_it_is_accepted_again() -> None:
     """I6."""
     pair = Pair(PULL)
     depart(pair, pair.prefill, "d")
@@ -158,7 +158,7 @@ def test_after_a_departure_its_messages_change_nothing_until_it_is_introduced_ag
     pair.deliver()
     assert pair.prefill[0].core.num_stale == 1
     assert not pair.decode[0].posts
-    pair._introduce()
+    pair._accept_each_other()
     pair.step(3)  # decode asks again
     pair.finish_all()
     assert [landed.transfer for landed in pair.decode[0].collect().landed] == ["t1"]
@@ -304,7 +304,7 @@ def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
     world.hand_over(p, d, "t1")
 
 
-def test_a_peer_is_greeted_when_it_is_introduced(world: World) -> None:
+def test_a_peer_is_pinged_when_it_is_accepted(world: World) -> None:
     """The wire between two workers is set up before the first hand-off needs it, from both sides."""
     p, d = world.engine("p", Role.PREFILL, gone_after_s=600), world.engine("d", Role.DECODE, gone_after_s=600)
     heard = {"p": 0, "d": 0}

@@ -106,7 +106,7 @@ def test_a_write_deferred_past_the_lease_is_not_started(prepare: Prepare) -> Non
     (prefill,) = pair.prefill
     pair.offer("t", 2, final=False)
     (post,) = prefill.posts
-    assert post.not_after_s <= pair.now_s + TTL_S - prefill.ports.seconds
+    assert post.not_after_s <= pair.now_s + TTL_S - prefill.queries.seconds
     prefill.posts.clear()
     pair.step(TTL_S - 0.05, only=lambda message: not isinstance(message, Renew | RenewAck))
     pair.offer("t", 4)
@@ -256,7 +256,7 @@ def test_a_prompt_shorter_than_a_block(prepare: Prepare) -> None:
     for mode in (PULL, PUSH):
         pair = Pair(mode, prepare=prepare)
         for rank in (*pair.prefill, *pair.decode):
-            rank.ports.unit = 16
+            rank.queries.unit = 16
         pair.want("t", 0, 3, blocks=(5,))
         pair.deliver()
         pair.offer("t", 3, blocks=(1,))

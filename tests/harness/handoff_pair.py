@@ -16,7 +16,7 @@ TTL_S, RENEW_S, QUARANTINE_S, STANDSTILL_S, DEADLINE_S = 10.0, 2.0, 1.0, 40.0, 6
 
 
 @dataclass
-class FakePorts:
+class FakeQueries:
     """Answers to what machines ask; change them at any time."""
 
     unit: int = 1
@@ -50,7 +50,7 @@ class Rank:
 
     core: RankProtocol
     name: PeerName
-    ports: FakePorts
+    queries: FakeQueries
     posts: list[Post] = field(default_factory=list)
     disconnected: list[PeerName] = field(default_factory=list)
     report: StepReport = field(default_factory=StepReport)
@@ -103,19 +103,19 @@ class Pair:
         incarnation = Incarnation(f"{engine}{start}")
         ranks = []
         for index in range(num_ranks):
-            ports = FakePorts()
-            core = RankProtocol(self.settings, ports, ports, incarnation, num_ranks=num_ranks, limits=self._limits)
+            queries = FakeQueries()
+            core = RankProtocol(self.settings, queries, queries, incarnation, num_ranks=num_ranks, limits=self._limits)
             self._prepare(core)
-            ranks.append(Rank(core, peer_name(EngineId(engine), incarnation, index), ports))
+            ranks.append(Rank(core, peer_name(EngineId(engine), incarnation, index), queries))
         return ranks
 
     def start_prefill(self, num_ranks: int = 1) -> None:
         self.prefill = self._start("p", self.prefill_start, num_ranks)
-        self._introduce()
+        self._accept_each_other()
 
     def start_decode(self, num_ranks: int = 1) -> None:
         self.decode = self._start("d", self.decode_start, num_ranks)
-        self._introduce()
+        self._accept_each_other()
 
     def restart_decode(self) -> None:
         """The decode engine dies and comes back under its name."""
@@ -126,7 +126,7 @@ class Pair:
         self.prefill_start += 1
         self.start_prefill(len(self.prefill))
 
-    def _introduce(self) -> None:
+    def _accept_each_other(self) -> None:
         for rank in self.prefill:
             if self.decode:
                 rank.core.peer_accepted(
