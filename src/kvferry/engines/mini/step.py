@@ -1,4 +1,4 @@
-"""What one step computes, as every rank receives it: frozen records, without references to the engine's objects."""
+"""What one engine step computes, as every rank receives it: frozen records that refer to no object of the engine."""
 
 from dataclasses import dataclass
 
@@ -9,34 +9,34 @@ __all__ = ["ChunkInput", "StepInput"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkInput:
-    """Tokens [start, stop) of one request, to be computed."""
+    """The tokens [start, stop) of one request, to be computed in one step."""
 
     token_ids: tuple[int, ...]
-    """The tokens at these positions."""
+    """The tokens [start, stop)."""
     start: int
     stop: int
     tables: tuple[BlockTable, ...]
-    """One per cache group, in the order of the groups, with blocks for all tokens of [start, stop) and for all earlier
-    tokens that they attend to. STATE: the slot with the state after `start` tokens (zeros if 0); the state after `stop`
-    overwrites it."""
+    """One table per cache group, in their order, with a block for each token of [start, stop) and each token that these
+    look back on. The table of a STATE group has one block: it holds the state after `start` tokens (zeros for 0), and
+    the step overwrites it with the state after `stop`."""
     num_logits: int
     """Return logits for this many of the chunk's last tokens."""
     key: str = ""
-    """Identifies the request for a drafter that keeps state between steps. It changes when the request starts again."""
+    """Identifies the request to a drafter that keeps something of it between steps. A restarted one has a new key."""
     base: int = 0
-    """Tokens before this one, the first of a block, are not attended to: a drafter's cache may begin after the
-    prompt."""
+    """The first token that is read, at the start of a block; earlier ones are ignored, as a drafter's cache may begin
+    after the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """One step. Ranks execute it in this order: copies (all are read before one is written), clear, chunks."""
+    """One step, as every rank receives it. Ranks copy blocks, then clear blocks, then compute the chunks."""
 
     chunks: tuple[ChunkInput, ...] = ()
-    """What to compute; chunks of one token come first."""
+    """The chunks to compute; those of one token come first."""
     clear: tuple[int, ...] = ()
-    """Pages to zero before they are written to."""
+    """The ids of blocks to be zeroed before anything is written to them."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Pages to copy, as (from, to)."""
+    """The ids of blocks to be copied, as (from, to). All are read before any is written."""
     forget: tuple[str, ...] = ()
-    """Keys of requests that a drafter can forget."""
+    """The keys of requests that a drafter may forget."""

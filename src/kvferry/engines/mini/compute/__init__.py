@@ -1,1 +1,1 @@
-"""One step's arithmetic on one rank: attention over the paged cache, forward pass, sampling. It knows no connector."""
+"""The arithmetic of one step on one rank: forward pass, attention over the paged cache, sampling. No connector here."""

@@ -1,10 +1,10 @@
-"""One step's batch: attention over the paged cache, and states by request.
+"""The batch of one step: attention over the paged cache, and the recurrent states of the requests.
 
-A plan is made once a step for each cache group, and used by every layer of it. Requests that decode (one new token) are
-put into groups of similar length, and each group is one call. Pieces of prompts are one call each for what is new,
-whose keys and values are at hand, and one for what the cache holds.
+A plan is made once per step for each cache group, and used by every layer of the group. Decoding requests (one new
+token each) are divided into batches of similar length, and each batch shares its calls. A chunk of a prompt has one
+call for its new tokens, whose keys and values are at hand, and one for each tile of what the cache holds.
 
-No context is ever copied as a whole: it is read in tiles, each small enough to stay in a core's cache until it has been
+A context is never copied as a whole. It is read in tiles, each small enough to stay in a core's cache until it has been
 used, and the tiles' results are merged by the logarithms of their sums (FlashAttention, arXiv 2205.14135, section 3.1).
 """
 
@@ -24,9 +24,9 @@ from kvferry.engines.mini.step import ChunkInput
 __all__ = ["StepBatch"]
 
 WASTE_TOKENS = 512
-"""Decoding requests share a call unless that would read more padding than this."""
+"""Decoding requests chunk a call unless it would read more padding than this."""
 TILE_BYTES = 1 << 20
-"""Keys and values of a tile."""
+"""The size of the keys and values of a tile."""
 
 
 @dataclass(slots=True)
@@ -34,16 +34,16 @@ class _Tile:
     """Some blocks of the past of some requests."""
 
     blocks: torch.Tensor
-    """[requests, blocks]."""
+    """The block ids: [requests, blocks]."""
     first: int
     last: int
-    """Which of the tile's tokens are read."""
+    """The tokens [first, last) of the tile are read."""
     bias: torch.Tensor | None
-    """Broadcast to [requests, heads, queries, last - first]; None: all is seen."""
+    """Broadcast to [requests, heads, queries, last - first]; None: every query attends to all tokens."""
     rows: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
     def read(self, pages: LayerPages) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, each [requests, heads, last - first, dim]."""
+        """Reads keys and values, each [requests, heads, last - first, dim]."""
         if (rows := self.rows.get(pages.row_key)) is None:
             rows = self.rows[pages.row_key] = pages.rows_of(self.blocks)
         keys, values = pages.gather(rows, self.blocks)
@@ -52,28 +52,28 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Requests that decode together."""
+    """Decoding requests that chunk calls."""
 
     tokens: torch.Tensor | None
-    """Their rows in the batch; None: the first ones."""
+    """Their rows in the batch; None: the first `size` rows."""
     size: int
     tiles: list[_Tile]
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A piece of one prompt: rows [first, last) of the batch."""
+    """A chunk of one prompt: rows [first, last) of the batch."""
 
     first: int
     last: int
     past: list[_Tile]
     bias: torch.Tensor | None
-    """[queries, queries]; None: causal."""
+    """The mask of the chunk's own tokens, [queries, queries]; None: causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One group's."""
+    """The calls of one cache group."""
 
     slots: tuple[torch.Tensor, torch.Tensor]
     decodes: list[_Decode]
@@ -81,21 +81,21 @@ class _Plan:
 
 
 class StepBatch:
-    """See families.base.Batch."""
+    """Implements families.base.Batch."""
 
     def __init__(
-        self, cache: KVCache, shares: Sequence[ChunkInput], dtype: torch.dtype, pages: dict[str, LayerPages]
+        self, cache: KVCache, chunks: Sequence[ChunkInput], dtype: torch.dtype, pages: dict[str, LayerPages]
     ) -> None:
-        """`shares`: those of one token first. `dtype`: of the computation. `pages`: filled here, for all steps."""
+        """Chunks of one token come first. `dtype` is that of the computation. `pages` is filled here, for all steps."""
         self._cache = cache
-        self._shares = shares
+        self._chunks = chunks
         self._dtype = dtype
         self._pages = pages
         self._device = cache.device
-        self._num_decoding = next((i for i, s in enumerate(shares) if s.stop - s.start > 1), len(shares))
-        self._ranges = [np.arange(share.start, share.stop) for share in shares]
-        self._at = np.concatenate(self._ranges)
-        self.positions = self._tensor(self._at)
+        self._num_decoding = next((i for i, s in enumerate(chunks) if s.stop - s.start > 1), len(chunks))
+        self._ranges = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+        self._flat_positions = np.concatenate(self._ranges)
+        self.positions = self._tensor(self._flat_positions)
         self._plans: dict[tuple[int, int | None], _Plan] = {}
         self._sequences: dict[int, Sequences] = {}
 
@@ -108,18 +108,18 @@ class StepBatch:
         *,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """See families.base.Batch."""
+        """Implements families.base.Batch."""
         return self._attend(layer, queries, (keys, values), scale or queries.shape[-1] ** -0.5).flatten(1)
 
     def attend_latent(
         self, layer: str, queries: torch.Tensor, latents: torch.Tensor, *, value_dim: int, scale: float
     ) -> torch.Tensor:
-        """See families.base.Batch."""
-        # Values as wide as keys, because the CPU's kernel wants that; what is too much is cut off.
+        """Implements families.base.Batch."""
+        # The CPU's kernel needs values as wide as keys; the surplus is cut off.
         return self._attend(layer, queries, (latents.unsqueeze(1),), scale)[..., :value_dim]
 
     def sequences(self, layer: str) -> Sequences:
-        """See families.base.Batch."""
+        """Implements families.base.Batch."""
         group = self._cache.group_of(layer)
         if group not in self._sequences:
             stops = np.cumsum([len(r) for r in self._ranges])
@@ -127,21 +127,21 @@ class StepBatch:
                 num_decoding=self._num_decoding,
                 starts=tuple(int(stop) - len(r) for stop, r in zip(stops, self._ranges, strict=True)),
                 stops=tuple(map(int, stops)),
-                slots=self._tensor([share.tables[group].block_ids[0] for share in self._shares]),
+                slots=self._tensor([chunk.tables[group].block_ids[0] for chunk in self._chunks]),
             )
         return self._sequences[group]
 
     def state(self, layer: str, part: str) -> torch.Tensor:
-        """See families.base.Batch."""
+        """Implements families.base.Batch."""
         return self._cache.view(layer, part)
 
     def _attend(self, layer: str, queries: torch.Tensor, new: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
-        """[tokens, heads, dim]."""
+        """Stores the new keys and values, and returns attention [tokens, heads, dim]."""
         if (pages := self._pages.get(layer)) is None:
             pages = self._pages[layer] = LayerPages(self._cache, layer, self._dtype)
-        which = pages.group, pages.window
-        if (plan := self._plans.get(which)) is None:
-            plan = self._plans[which] = self._make_plan(pages)
+        key = pages.group, pages.window
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = self._make_plan(pages)
         new = pages.store(new, plan.slots)
         num_tokens, num_heads, dim = queries.shape
         heads, shared = pages.heads, num_heads // pages.heads  # query heads that read the same keys
@@ -150,14 +150,14 @@ class StepBatch:
             q = queries[: group.size] if group.tokens is None else queries[group.tokens]
             merged = Merged()
             for tile in group.tiles:
-                # The heads that share keys are rows of one small matrix: the keys are read once.
+                # Heads that chunk keys are rows of one small matrix, so the keys are read once.
                 merged.add(attend_tile(q.reshape(group.size, heads, shared, dim), *tile.read(pages), tile.bias, scale))
             mixed = merged.result().reshape(group.size, num_heads, dim)
             if group.tokens is None and group.size == num_tokens:
                 return mixed
             out[slice(group.size) if group.tokens is None else group.tokens] = mixed
         for chunk in plan.chunks:
-            # Here they are a second axis of heads, over which keys are repeated without a copy.
+            # Heads that chunk keys are a second axis of heads, over which keys are repeated without a copy.
             q = queries[chunk.first : chunk.last].view(-1, heads, shared, dim).permute(1, 2, 0, 3)
             merged = Merged()
             for tile in chunk.past:
@@ -175,7 +175,7 @@ class StepBatch:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
 
     def _bias(self, seen: npt.NDArray[np.bool_]) -> torch.Tensor:
-        # Not minus infinity: a tile of which a query sees nothing has to have a sum, however small.
+        # Not minus infinity, because a tile of which a query sees nothing must have a sum, however small.
         low = torch.finfo(self._dtype).min / 4
         return torch.zeros(seen.shape, dtype=self._dtype, device=self._device).masked_fill_(
             torch.as_tensor(~seen, device=self._device), low
@@ -183,7 +183,7 @@ class StepBatch:
 
     def _make_plan(self, pages: LayerPages) -> _Plan:
         block, group = self._cache.block_tokens, pages.group
-        tables = [share.tables[group] for share in self._shares]
+        tables = [chunk.tables[group] for chunk in self._chunks]
         blocks = [
             np.asarray(table.block_ids)[(r - table.first_token) // block]
             for table, r in zip(tables, self._ranges, strict=True)
@@ -191,45 +191,45 @@ class StepBatch:
         per_token = 2 * pages.heads * pages.dim * self._dtype.itemsize
         tile_tokens = max(block, TILE_BYTES // per_token // block * block)
         first, chunks = self._num_decoding, []
-        for index in range(self._num_decoding, len(self._shares)):
-            share = self._shares[index]
-            last = first + share.stop - share.start
+        for index in range(self._num_decoding, len(self._chunks)):
+            chunk = self._chunks[index]
+            last = first + chunk.stop - chunk.start
             chunks.append(self._chunk(index, pages, first, last, tile_tokens))
             first = last
         return _Plan(
-            (self._tensor(np.concatenate(blocks)), self._tensor(self._at % block)),
-            [self._decode(members, pages, tile_tokens) for members in self._alike(pages.window)],
+            (self._tensor(np.concatenate(blocks)), self._tensor(self._flat_positions % block)),
+            [self._decode(members, pages, tile_tokens) for members in self._similar_lengths(pages.window)],
             chunks,
         )
 
     def _begin(self, index: int, pages: LayerPages) -> int:
-        """The first token that matters of a request's past, at the beginning of a block."""
-        share = self._shares[index]
-        seen = max(share.base, 0 if pages.window is None else share.start - pages.window + 1)
-        block, kept = self._cache.block_tokens, share.tables[pages.group].first_token
-        assert kept <= seen, f"a window's tokens from {seen} on are needed, and blocks are kept from {kept} on"
+        """Returns the first token of a request's past that has to be read, rounded down to the start of a block."""
+        chunk = self._chunks[index]
+        seen = max(chunk.base, 0 if pages.window is None else chunk.start - pages.window + 1)
+        block, kept = self._cache.block_tokens, chunk.tables[pages.group].first_token
+        assert kept <= seen, f"the window needs tokens from {seen} on, and the block table starts at token {kept}"
         return kept + (seen - kept) // block * block
 
     def _blocks(self, index: int, pages: LayerPages, first: int, last: int) -> list[int]:
-        table, block = self._shares[index].tables[pages.group], self._cache.block_tokens
+        table, block = self._chunks[index].tables[pages.group], self._cache.block_tokens
         begin = (first - table.first_token) // block
         return list(table.block_ids[begin : -(-(last - table.first_token) // block)])
 
     def _decode(self, members: list[int], pages: LayerPages, tile_tokens: int) -> _Decode:
         block = self._cache.block_tokens
         begins = np.array([self._begin(i, pages) for i in members])
-        stops = np.array([self._shares[i].stop for i in members])
+        stops = np.array([self._chunks[i].stop for i in members])
         tables = [self._blocks(i, pages, int(b), int(s)) for i, b, s in zip(members, begins, stops, strict=True)]
         width = max(map(len, tables))
         padded = self._tensor([table + [0] * (width - len(table)) for table in tables])
         step = max(1, tile_tokens // len(members) // block)
-        low = stops - (pages.window or stops)  # tokens before are not seen
+        low = stops - (pages.window or stops)  # tokens before these are outside the window
         alike = bool((stops - begins == stops[0] - begins[0]).all() and (low - begins == low[0] - begins[0]).all())
         tiles = []
         for at in range(0, width, step):
             blocks = padded[:, at : at + step]
             count = blocks.shape[1] * block
-            if alike:  # nothing to mask: tokens that nobody sees are left out
+            if alike:  # no mask is needed: the tokens that no request sees are left out of the tile
                 first = min(count, max(0, int(low[0] - begins[0]) - at * block))
                 last = min(count, int(stops[0] - begins[0]) - at * block)
                 if last > first:
@@ -242,25 +242,25 @@ class StepBatch:
         return _Decode(None if in_order else self._tensor(members), len(members), tiles)
 
     def _chunk(self, index: int, pages: LayerPages, first: int, last: int, tile_tokens: int) -> _Chunk:
-        share, block, window = self._shares[index], self._cache.block_tokens, pages.window
-        query = np.arange(share.start, share.stop)[:, None]
+        chunk, block, window = self._chunks[index], self._cache.block_tokens, pages.window
+        query = np.arange(chunk.start, chunk.stop)[:, None]
         past = []
         step = max(1, tile_tokens // block) * block
-        for at in range(self._begin(index, pages), share.start, step):
-            stop = min(at + step, share.start)
+        for at in range(self._begin(index, pages), chunk.start, step):
+            stop = min(at + step, chunk.start)
             blocks = self._tensor([self._blocks(index, pages, at, stop)])
             bias = None
             if window is not None:
                 bias = self._bias(np.arange(at, stop)[None, :] > query - window)
             past.append(_Tile(blocks, 0, stop - at, bias))
         bias = None
-        if window is not None and window < share.stop - share.start:
+        if window is not None and window < chunk.stop - chunk.start:
             bias = self._bias((query >= query.T) & (query - window < query.T))
         return _Chunk(first, last, past, bias)
 
-    def _alike(self, window: int | None) -> list[list[int]]:
-        """Decoding requests in groups of similar length, each in the order of the batch."""
-        lengths = [min(s.stop, window or s.stop) for s in self._shares[: self._num_decoding]]
+    def _similar_lengths(self, window: int | None) -> list[list[int]]:
+        """Divides the decoding requests into batches of similar length, each in the order of the step."""
+        lengths = [min(s.stop, window or s.stop) for s in self._chunks[: self._num_decoding]]
         groups: list[list[int]] = []
         waste = 0
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

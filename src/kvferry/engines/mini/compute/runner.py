@@ -1,4 +1,4 @@
-"""Runs one rank's part of the network over what the scheduler planned: numbers in, hidden states or logits out."""
+"""Runs one rank's part of the network over the chunks of a step, and returns hidden states or logits."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -15,7 +15,7 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Weights and cache on one device. Keeps nothing of requests between steps."""
+    """A network and a cache on one device. Keeps nothing of requests between steps."""
 
     def __init__(self, network: Network, cache: KVCache) -> None:
         self._network = network
@@ -26,11 +26,11 @@ class Runner:
     def run(
         self, chunks: Sequence[ChunkInput], hidden: torch.Tensor | None = None, *, last: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Store the KV of all tokens of some shares, of which those of one token come first.
+        """Computes some chunks, those of one token first, and stores the KV of all their tokens.
 
-        `hidden`: on later stages, what the stage before returned; `last`: whether this is the last stage. Returns
-        hidden states [tokens, hidden], and on the last stage logits of the last `num_logits` tokens of each share,
-        [rows, vocab_size] in float32, or None.
+        `hidden` is what the previous stage returned; None on the first stage. `last` says whether this is the last
+        stage. Returns hidden states [tokens, hidden], and, on the last stage, the logits of the last `num_logits`
+        tokens of each chunk, [rows, vocab_size] in float32, or None if no chunk needs any.
         """
         batch = StepBatch(self._cache, chunks, self._network.dtype, self._pages)
         if hidden is None:

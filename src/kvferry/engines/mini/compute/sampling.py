@@ -1,7 +1,7 @@
-"""Choosing the next token of each request of a batch from its logits.
+"""Samples the next token of each request of a batch from its logits.
 
-Order, as in vLLM: logprobs are of the untouched logits; then bias, penalties and forbidden tokens; then temperature,
-min-p, top-k, top-p; then the draw.
+The order is vLLM's: logprobs are those of the unchanged logits; then come bias, penalties and forbidden tokens; then
+temperature, min-p, top-k and top-p; then the draw.
 """
 
 import struct
@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 GREEDY_BELOW = 1e-5
-"""A lower temperature is greedy: dividing by it would only bring infinities."""
+"""A temperature below this means greedy sampling, because dividing by it could only produce infinities."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What is known of the request whose logits are one row."""
+    """What sampling needs to know of the request whose logits are one row."""
 
     sampling: SamplingParams
     seed: int
@@ -41,7 +41,7 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether its logits have to be changed before anything is chosen."""
+        """Whether a bias, a penalty or `min_tokens` changes the logits before sampling."""
         s = self.sampling
         return bool(
             s.logit_bias
@@ -54,23 +54,23 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One request's next token."""
+    """The next token of one request."""
 
     token: int
     logprobs: TokenLogprobs | None
 
 
 def uniform(seed: int, draw: int) -> float:
-    """A number in [0, 1) that depends on nothing else: the same on every machine, device and engine."""
+    """Returns a number in [0, 1) that depends on its arguments alone: the same on every machine, device and engine."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, draw))
     return float(bits >> 11) * 2.0**-53
 
 
 @torch.inference_mode()
 def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """`logits`: [len(rows), vocab_size], float32; overwritten."""
+    """Samples one token per row of `logits` [len(rows), vocab_size], which are float32 and are overwritten."""
     with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-    untouched = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
+    unchanged = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
     for i, row in enumerate(rows):
         if row.changes_logits:
             apply_penalties(logits[i], row)
@@ -79,22 +79,22 @@ def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sam
     if random:
         probs = probabilities(logits[random], [rows[i].sampling for i in random])
         tokens[random] = sample(probs, [uniform(rows[i].seed, len(rows[i].answer)) for i in random])
-    chosen = tokens.tolist()
+    sampled = tokens.tolist()
     found: dict[int, TokenLogprobs] = {}
-    if untouched is not None:
+    if unchanged is not None:
         for at, i in enumerate(with_logprobs):
-            found[i] = logprobs_of(untouched[at], chosen[i], rows[i].sampling.logprobs or 0)
-    return [SampledToken(token, found.get(i)) for i, token in enumerate(chosen)]
+            found[i] = logprobs_of(unchanged[at], sampled[i], rows[i].sampling.logprobs or 0)
+    return [SampledToken(token, found.get(i)) for i, token in enumerate(sampled)]
 
 
 def apply_penalties(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Bias, penalties, and no end before `min_tokens`; in place, one row."""
+    """Applies bias and penalties to one row in place, and forbids the end of the answer before `min_tokens`."""
     s, vocab, device = row.sampling, len(logits), logits.device
-    if s.repetition_penalty != 1.0:  # prompt and answer; Keskar et al. 2019
+    if s.repetition_penalty != 1.0:  # over prompt and answer (Keskar et al. 2019)
         seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=device)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-    if row.answer and (s.frequency_penalty or s.presence_penalty):  # the answer alone, as OpenAI defines them
+    if row.answer and (s.frequency_penalty or s.presence_penalty):  # over the answer alone, as OpenAI defines them
         counts = torch.bincount(torch.tensor(row.answer, device=device), minlength=vocab)
         logits -= s.frequency_penalty * counts + s.presence_penalty * (counts > 0)
     for token, bias in s.logit_bias.items():
@@ -106,7 +106,7 @@ def apply_penalties(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What temperature and filters leave, a row each; not scaled to a sum of 1. None of `params` is greedy."""
+    """Returns the probabilities after temperature and filters, not scaled to a sum of 1. No row may be greedy."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
@@ -121,15 +121,15 @@ def probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tor
 
 
 def sample(weights: torch.Tensor, points: Sequence[float]) -> torch.Tensor:
-    """One token a row, by its share of the row's sum. `points`: a number in [0, 1) a row."""
-    # Double precision: in float32 the sum over a large vocabulary would swallow the rarest tokens.
+    """Samples one token per row, in proportion to its weight. `points` has one number in [0, 1) per row."""
+    # Double precision, because in float32 the sum over a large vocabulary would swallow the rarest tokens.
     cumulated = weights.double().cumsum(dim=-1)
     point = torch.tensor(points, dtype=torch.float64).to(weights.device)[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, point, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Tensor) -> torch.Tensor:
-    """Keep the `top_k` most likely, of them the fewest that make up `top_p`; at least one."""
+    """Keeps the `top_k` most likely tokens, and of these the fewest that sum to `top_p`, but at least one."""
     vocab = probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=probs.device)
@@ -142,7 +142,7 @@ def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Ten
 
 
 def logprobs_of(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
-    """Of a token and of the `count` likeliest, from one row of log-probabilities."""
+    """Returns the logprobs of a token and of the `count` most likely ones, from one row of log-probabilities."""
     top: tuple[tuple[int, float], ...] = ()
     if count:
         values, ids = row.topk(min(count, len(row)))

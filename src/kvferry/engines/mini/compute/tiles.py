@@ -1,11 +1,12 @@
-"""Attention over a tile of the context, and how tiles become one."""
+"""Attention over one tile of the context, and the merging of tiles."""
 
 import torch
 
 __all__ = ["Merged", "attend_tile"]
 
 Part = tuple[torch.Tensor, torch.Tensor | None]
-"""Mixed values [batch, heads, queries, dim], and the logarithm of the sum of their weights [batch, heads, queries]."""
+"""Weighted values [batch, heads, queries, dim], and the logarithm of the sum of their weights [batch, heads, queries].
+The sum may be None for the only tile of its queries."""
 
 
 def attend_tile(
@@ -17,12 +18,12 @@ def attend_tile(
     *,
     causal: bool = False,
 ) -> Part:
-    """Queries [batch, heads, queries, dim] over keys and values [batch, heads, tokens, dim] of equal width.
+    """Attends with queries [batch, heads, queries, dim] to keys and values [batch, heads, tokens, dim] of equal width.
 
-    `bias`: [queries, tokens], or four axes, of which those of length one are repeated.
+    `bias` is [queries, tokens], or has four axes, of which those of length one are broadcast.
     """
     if queries.device.type == "cpu":
-        # What scaled_dot_product_attention calls on CPU; it alone tells the sums.
+        # scaled_dot_product_attention calls this on CPU, but does not return the sums.
         mixed, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, 0.0, causal, attn_mask=bias, scale=scale
         )
@@ -38,24 +39,24 @@ def attend_tile(
 
 
 class Merged:
-    """The sum of tiles."""
+    """The attention over several tiles of the same queries."""
 
     def __init__(self) -> None:
         self._mixed: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
 
     def add(self, part: Part) -> None:
-        """One more tile of the same queries."""
+        """Merges one more tile."""
         mixed, sums = part
         if self._mixed is None or self._sums is None:
             self._mixed, self._sums = mixed, sums
             return
-        assert sums is not None, "a tile tells its sum"
+        assert sums is not None, "a tile that is merged with others has its sum"
         weight = torch.sigmoid(sums - self._sums).unsqueeze(-1).to(mixed.dtype)
         self._sums = torch.logaddexp(self._sums, sums)
         self._mixed = torch.lerp(self._mixed, mixed, weight)
 
     def result(self) -> torch.Tensor:
-        """[batch, heads, queries, dim]."""
-        assert self._mixed is not None, "every query sees itself"
+        """Returns the weighted values [batch, heads, queries, dim]."""
+        assert self._mixed is not None, "every query attends at least to its own token"
         return self._mixed

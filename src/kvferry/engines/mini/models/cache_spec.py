@@ -1,6 +1,6 @@
 """What each layer keeps in the cache, and how layers share block tables in groups.
 
-The records are frozen and hold no object of the engine, so that they can go to ranks in other processes.
+The records are frozen and refer to no object of the engine, so that they can be sent to ranks in other processes.
 """
 
 from collections.abc import Sequence
@@ -19,40 +19,40 @@ __all__ = [
 ]
 
 NOMINAL_BLOCK_TOKENS = 16
-"""What groups are balanced for, whatever the blocks are: so that they depend on the model alone."""
+"""The block size that groups are balanced for, whatever the real one is: so groups depend on the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachePart:
-    """One array that a layer keeps of each token, or, for a recurrent state, of each request: this rank's shard of it.
+    """One array that a layer keeps per token, or, for a recurrent state, per request: this rank's shard of it.
 
-    In C order, outermost axis first. In a block the axis of its tokens stands before `axes[token_axis]`; by default
-    before the last one: keys with the axes (head, dim) lie as [head, token, dim].
+    It is in C order, outermost axis first. In a block the axis of the tokens comes before `axes[token_axis]`, by
+    default before the last axis: keys with the axes (head, dim) are stored as [head, token, dim].
     """
 
     name: str
     dtype: torch.dtype
     encoding: str
-    """What the bytes of an element mean, for peers: `bf16`, `fp8_e4m3`, ... See docs/reference/layout.md."""
+    """What the bytes of an element mean, for peers: `bf16`, `fp8_e4m3` and others of docs/reference/layout.md."""
     axes: tuple[tuple[str, int, int, int], ...] = ()
-    """Of each: its name, its extent over all ranks, and the range [start, stop) of it that this rank holds."""
+    """For each axis: its name, its extent over all ranks, and the range [start, stop) that this rank holds."""
     token_axis: int | None = None
     private: bool = False
-    """Not told to peers: nobody reads or writes it but we."""
+    """Whether the part is left out of the layout that peers receive: only this engine reads and writes it."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How long each axis is on this rank."""
+        """The length of each axis on this rank."""
         return tuple(stop - start for _, _, start, stop in self.axes)
 
     @property
     def num_bytes(self) -> int:
-        """Of one token, or of one state."""
+        """The size of this part for one token, or for one state."""
         return prod(self.sizes) * self.dtype.itemsize
 
     @property
     def token_at(self) -> int:
-        """Where the tokens' axis stands among the others."""
+        """The index of the token axis among the others."""
         return max(0, len(self.axes) - 1) if self.token_axis is None else self.token_axis
 
 
@@ -61,17 +61,17 @@ class LayerCache:
     """What one layer keeps."""
 
     layer: str
-    """Its name in the whole model, the same on every rank and for every peer: `layers.3.attn`, `layers.7.mamba`,
-    `mtp.0.attn`, `draft.layers.0.attn`."""
+    """The name of the layer in the whole model, the same on every rank and for every peer: `layers.3.attn`,
+    `layers.7.mamba`, `mtp.0.attn`, `draft.layers.0.attn`."""
     kind: CacheKind
     window_tokens: int | None
-    """WINDOW: how many tokens back it sees, itself included."""
+    """How many tokens back a WINDOW layer sees, the token itself included; None for other kinds."""
     parts: tuple[CachePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """Layers that share one block table, over all stages of the model: the same on every rank."""
+    """Layers of all stages that share one block table. Every rank has the same groups."""
 
     kind: CacheKind
     window_tokens: int | None
@@ -79,11 +79,11 @@ class GroupSpec:
 
 
 def make_groups(layers: Sequence[LayerCache]) -> tuple[GroupSpec, ...]:
-    """Deal the layers of the whole model out into groups, kinds in the order in which they first appear.
+    """Divides the layers of the whole model into groups; kinds come in the order in which they first appear.
 
-    Groups take turns on pages of one size, so they should be of one size too: that of the smallest kind as one group,
-    or of the largest layer, if that is more (a recurrent state is often as large as hundreds of tokens). The layers of
-    a kind are dealt out one by one, so that every pipeline stage has its share of every group.
+    The groups take turns on pages of one size, so they should be equally large: as large as all layers of the smallest
+    kind together, or as the largest layer if that is more (a recurrent state is often as large as hundreds of tokens).
+    Layer j of a kind goes to group j modulo their number, so that every pipeline stage has layers of every group.
     """
     kinds: dict[tuple[CacheKind, int | None], list[str]] = {}
     sizes: dict[tuple[CacheKind, int | None], int] = {}

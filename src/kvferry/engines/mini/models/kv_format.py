@@ -1,8 +1,8 @@
 """How keys and values are stored: as they are, or as 8-bit floats with a scale.
 
-`fp8_e4m3`: one scale for all keys and one for all values of a layer, from the checkpoint (`k_scale`, `v_scale`; 1 where
-it has none). Such a scale is part of what the bytes mean, so it is in the encoding's name. `fp8_e4m3_token`: a scale
-for each head of each token, the largest element's, stored in the same block as parts of their own.
+`fp8_e4m3` has one scale for all keys and one for all values of a layer, from the checkpoint (`k_scale` and `v_scale`; 1
+without them). Such a scale is part of what the bytes mean, so the name of the encoding contains it. `fp8_e4m3_token`
+has a scale for each head of each token, which follows from the largest element; the scales are parts of the same block.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from kvferry.layout.description import CacheKind
 __all__ = ["FP8_MAX", "KvFormat"]
 
 FP8_MAX = 448.0
-"""The largest number of float8_e4m3fn."""
+"""The largest value of float8_e4m3fn."""
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_e4m3"}
 
@@ -29,18 +29,18 @@ class KvFormat:
     dtype: torch.dtype
     per_token: bool = False
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By layer: what stored keys, and values, are to be multiplied with."""
+    """Maps a layer name to the factors for stored keys and values."""
 
     @property
     def digest(self) -> str | None:
-        """Of scales for whole tensors, for the table of facts: equal where they are. None: there are none."""
+        """A digest of the scales, for the fact `kv.scales`: equal scales have equal digests. None: all scales are 1."""
         scales = {layer: pair for layer, pair in self.scales.items() if pair != (1.0, 1.0)}
         return hashlib.sha256(repr(sorted(scales.items())).encode()).hexdigest()[:16] if scales else None
 
     def attention(
         self, layer: str, heads: tuple[int, int, int], dim: int, window_tokens: int | None = None
     ) -> LayerCache:
-        """What ordinary attention keeps. `heads`: how many KV heads the model has, and the range held here."""
+        """Returns what ordinary attention keeps. `heads`: the model's number of KV heads, and the range held here."""
         axes = (("head", *heads), ("dim", dim, 0, dim))
         parts = [self._part(name, axes, scale) for name, scale in zip("kv", self._scales(layer), strict=True)]
         if self.per_token:
@@ -50,7 +50,7 @@ class KvFormat:
         return LayerCache(layer, kind, window_tokens, tuple(parts))
 
     def latent(self, layer: str, dim: int) -> LayerCache:
-        """What multi-head latent attention keeps: the same on every tensor-parallel rank."""
+        """Returns what multi-head latent attention keeps, which is the same on every tensor-parallel rank."""
         parts = [self._part("latent", (("dim", dim, 0, dim),), self._scales(layer)[0])]
         if self.per_token:
             parts.append(CachePart("latent.scale", torch.float32, "fp32"))

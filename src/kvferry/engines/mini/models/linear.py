@@ -1,8 +1,8 @@
-"""A matrix that inputs are multiplied with, kept as the device likes it best.
+"""A matrix that inputs are multiplied by, stored in the order that is fastest on its device.
 
 On CPU, oneDNN's own order of the weights makes small batches up to twice as fast (measured on one core, 576 x 3072:
-bf16 1 token 479 -> 333 us, 64 tokens 732 -> 419 us; fp32 8 tokens 1471 -> 750 us), and activation, product or sum with
-another tensor are done while the result is still in registers. Inductor uses the same two operators.
+bf16, 1 token 479 -> 333 us, 64 tokens 732 -> 419 us; fp32, 8 tokens 1471 -> 750 us), and an activation, or the product
+or sum with another tensor, is computed while the result is still in registers. Inductor uses the same two operators.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 __all__ = ["Linear"]
 
 REORDER_FOR_ROWS = 64
-"""oneDNN asks how many rows to expect; the choice hardly matters."""
+"""The number of rows that oneDNN is asked to optimise for; its value hardly matters."""
 
 
 def _has_onednn(weight: torch.Tensor) -> bool:
@@ -33,22 +33,22 @@ class Linear:
         self._weight = weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, outputs]."""
+        """Returns y [rows, outputs]."""
         return self._plain(x, "none") if self._packed else functional.linear(x, self._weight, self.bias)
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """silu(y), or gelu(y) by its approximation with tanh; `activation`: `silu` or `gelu_tanh`."""
+        """Returns silu(y), or gelu(y) by its tanh approximation; `activation` is `silu` or `gelu_tanh`."""
         if self._packed:
             return self._plain(x, "swish") if activation == "silu" else self._plain(x, "gelu", "tanh")
         y = functional.linear(x, self._weight, self.bias)
         return functional.silu(y, inplace=True) if activation == "silu" else functional.gelu(y, approximate="tanh")
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """y * other."""
+        """Returns y * other."""
         return self._with(x, other, "mul") if self._packed else self(x).mul_(other)
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """y + other."""
+        """Returns y + other."""
         return self._with(x, other, "add") if self._packed else self(x).add_(other)
 
     def _plain(self, x: torch.Tensor, activation: str, how: str = "") -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: the model's own tokenizer.json and chat template, and text that grows token by token."""
+"""Converts text to tokens and back by the model's own tokenizer.json and chat template; decodes token by token."""
 
 import datetime
 import json
@@ -16,11 +16,11 @@ from kvferry.modelfiles import read_json
 __all__ = ["Detokenizer", "Tokenizer"]
 
 UNFINISHED = "\ufffd"
-"""What decoding gives for the first bytes of a character whose last bytes are in later tokens."""
+"""What decoding returns for the first bytes of a character whose last bytes are in later tokens."""
 
 
 class Tokenizer:
-    """Thread-safe: holds nothing that changes."""
+    """A model's tokenizer and chat template. Thread-safe, because nothing in it changes."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
         self._backend = backend
@@ -37,44 +37,46 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, directory: Path) -> "Tokenizer":
-        """Raises UnknownModel where the files are missing or broken."""
+        """Reads the files of a model. Raises UnknownModel if they are missing or damaged."""
         file = directory / "tokenizer.json"
         if not file.is_file():
-            raise UnknownModel(f"{file} is missing. Save the model with a fast tokenizer, or copy the file.")
+            raise UnknownModel(
+                f"{file} is missing. Save the model with a fast tokenizer, or copy the file from elsewhere."
+            )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more exact
-            raise UnknownModel(f"{file} cannot be read as a tokenizer: {error}. Copy it again.") from error
+            raise UnknownModel(f"{file} cannot be read as a tokenizer: {error}. Copy or download it again.") from error
         path = directory / "tokenizer_config.json"
         config = read_json(path) if path.is_file() else {}
         template = config.get("chat_template")
         jinja = directory / "chat_template.jinja"
         if jinja.is_file():
             template = jinja.read_text(encoding="utf-8")
-        elif isinstance(template, list):  # several, by name
+        elif isinstance(template, list):  # several templates, each with a name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return cls(backend, config, template)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, with the added ones. The model may have a few more rows than that."""
+        """The number of tokens, including added ones. The model's matrices may have a few more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` works."""
+        """Whether `render_chat` works."""
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text. Special tokens in the text are recognised, as chat templates need."""
+        """Returns the tokens of a text. Special tokens in the text are recognised, as chat templates need."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of some tokens. Ids outside the vocabulary give no text."""
+        """Returns the text of some tokens. Ids outside the vocabulary give no text."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """One token by itself, for logprobs; half a character shows as U+FFFD."""
+        """Returns the text of one token alone, for logprobs; a part of a character shows as U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def render_chat(
@@ -83,9 +85,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Messages as the model's template writes them.
+        """Returns messages as the model's template writes them.
 
-        Raises RequestError where the model has no template, or its template refuses the messages.
+        Raises RequestError if the model has no template, or if its template refuses the messages.
         """
         if self._template is None:
             raise RequestError("this model has no chat template. Use /v1/completions, or a chat model.")
@@ -102,12 +104,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The tokens of a conversation; the template has written all special ones. Raises as `render_chat`."""
+        """Returns the tokens of a conversation. The template writes all special ones. Raises as `render_chat`."""
         return self.encode(self.render_chat(messages, tools, add_generation_prompt), add_special_tokens=False)
 
 
 def _compile(source: str) -> jinja2.Template:
-    # A template comes with the model, from the hub: it runs in a sandbox, as in transformers.
+    # A template is code that came with the model, so it runs in a sandbox, as in transformers.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -121,30 +123,32 @@ def _compile(source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise UnknownModel(f"the model's chat template cannot be compiled: {error}. Copy the model again.") from error
+        raise UnknownModel(
+            f"the model's chat template cannot be compiled: {error}. Copy or download the model again."
+        ) from error
 
 
 class Detokenizer:
-    """The text of one request's answer, as its tokens come.
+    """Decodes one request's answer token by token.
 
     Decoding a token alone would lose spaces and split characters. So a short tail of tokens is decoded twice, without
-    and with the new ones, and the difference is the new text; it is held back while it ends inside a character.
+    and with the new ones, and the difference is the new text. It is held back while it ends inside a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        # A few tokens of the prompt, so that the first answer token keeps its leading space.
+        # A few tokens of the prompt are included, so that the first answer token keeps its leading space.
         self._tokens = list(prompt[-5:])
         self._start = 0
         self._read = len(self._tokens)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Returns the text that this token completes, which may be empty."""
         self._tokens.append(token_id)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """What is still held back, whole or not."""
+        """Returns the text that is still held back, even if its last character is incomplete."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:

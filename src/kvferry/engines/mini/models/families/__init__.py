@@ -1,7 +1,7 @@
-"""The model families that the engine runs, one file each. A new one is a file and a line here.
+"""The model families that the engine runs, one module each. To add one, write a module and add a line to FAMILIES.
 
-A family is a module with the functions of `base.Family`: it reads config.json, says which tensors a checkpoint has and
-what its layers keep in the cache, and builds the network of one rank.
+A family is a module with the functions of `base.Family`: it reads config.json, states which tensors a checkpoint has
+and what its layers keep in the cache, and builds the network of one rank.
 """
 
 import importlib
@@ -26,11 +26,11 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "llama",
     "Qwen3MoeForCausalLM": "moe",
 }
-"""Architecture, as config.json names it, to the module here that runs it."""
+"""Maps an architecture, as config.json names it, to the module of this package that runs it."""
 
 
 def family_of(architecture: str) -> Family:
-    """The module that runs an architecture. Raises UnknownModel with those that are known."""
+    """Returns the module that runs an architecture. Raises UnknownModel with those that are supported."""
     if architecture not in FAMILIES:
         raise UnknownModel(f"architecture {architecture!r} is unknown. Known: {', '.join(FAMILIES)}.")
     return cast(Family, importlib.import_module(f"{__name__}.{FAMILIES[architecture]}"))

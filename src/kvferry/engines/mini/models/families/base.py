@@ -1,4 +1,4 @@
-"""What a family, its network, and what the network is given look like."""
+"""The protocols of a model family: the family itself, its network, and what the network is given."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,30 +17,30 @@ __all__ = ["Batch", "Family", "Network", "Sequences", "Weights"]
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The batch by request, for layers that keep a state: which rows, which state."""
+    """The rows and the state of each request of a batch, for layers that keep a recurrent state."""
 
     num_decoding: int
-    """So many requests come first, with one token each."""
+    """How many requests, the first ones of the batch, have one token each."""
 
     starts: tuple[int, ...]
-    """Row of each request's first token, of all requests."""
+    """The row of each request's first token."""
 
     stops: tuple[int, ...]
-    """One behind each request's last row."""
+    """The row after each request's last token."""
 
     slots: torch.Tensor
-    """[requests] Which state is each one's: an index into the first axis of `Batch.state`. All zeros at token 0."""
+    """[requests] The index of each request's state on the first axis of `Batch.state`. A state is zero at token 0."""
 
 
 class Batch(Protocol):
-    """The tokens of one step, in one long row, and their past. Made by the runner, used by every layer.
+    """The tokens of one step, concatenated over all requests, and their past. Made by the runner, used by every layer.
 
-    Layers are named as the cache names them: `layers.3.attn`.
+    Layers are named as in the cache, such as `layers.3.attn`.
     """
 
     @property
     def positions(self) -> torch.Tensor:
-        """[tokens] of each token in its request."""
+        """[tokens] The position of each token in its request."""
         ...
 
     def attend(
@@ -52,49 +52,57 @@ class Batch(Protocol):
         *,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """Store keys and values [tokens, kv_heads, dim]; what queries [tokens, heads, dim] see in the layer's window,
-        themselves included: [tokens, heads * dim]. `scale`: of the scores; None: 1 / sqrt(dim)."""
+        """Stores keys and values [tokens, kv_heads, dim], and returns attention over them: [tokens, heads * dim].
+
+        Queries [tokens, heads, dim] attend to the tokens in the layer's window, their own included. Scores are
+        multiplied by `scale`; None: 1 / sqrt(dim).
+        """
         ...
 
     def attend_latent(
         self, layer: str, queries: torch.Tensor, latents: torch.Tensor, *, value_dim: int, scale: float
     ) -> torch.Tensor:
-        """Multi-head latent attention: store latents [tokens, dim]; [tokens, heads, value_dim] of what queries [tokens,
-        heads, dim] see, where the latents are keys, and their first `value_dim` elements values, of every head."""
+        """Stores latents [tokens, dim], and returns multi-head latent attention: [tokens, heads, value_dim].
+
+        For every head, the latents are the keys of queries [tokens, heads, dim], and their first `value_dim` elements
+        are the values.
+        """
         ...
 
     def sequences(self, layer: str) -> Sequences:
-        """The batch by request, for a layer that keeps a state."""
+        """Returns the rows and states of the requests, for a layer that keeps a state."""
         ...
 
     def state(self, layer: str, part: str) -> torch.Tensor:
-        """[slots, ...] One part of the states of a layer, to be read and written in place at the batch's slots only."""
+        """Returns one part of a layer's states [slots, ...]; read and write it in place, at the batch's slots only."""
         ...
 
 
 class Network(Protocol):
-    """The layers of one rank: a tensor-parallel share of one pipeline stage. Holds no state of any request."""
+    """The layers of one rank: its tensor-parallel part of one pipeline stage. Keeps no state of any request."""
 
     config: ModelConfig
     dtype: torch.dtype
-    """Of the computation."""
+    """The dtype of the computation."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden]. On the first stage, and on the last one where it shares the matrix with the head."""
+        """Returns embeddings [tokens, hidden]. For the first stage, and for the last one if its head uses them."""
         ...
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Hidden states [tokens, hidden] behind this stage, before the last norm. `x`: token ids [tokens] on the first
-        stage, what the stage before returned on the others."""
+        """Returns the hidden states [tokens, hidden] after this stage, before the final norm.
+
+        `x` is token ids [tokens] on the first stage, and what the previous stage returned on the others.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab_size] in float32, of some rows of what `forward` returned. On the last stage."""
+        """Returns logits [rows, vocab_size] in float32 of some rows that `forward` returned. For the last stage."""
         ...
 
 
 class Weights(Protocol):
-    """A checkpoint's tensors, read when asked for, on the right device and in the model's dtype."""
+    """The tensors of a checkpoint, each read when it is taken, on the rank's device and in the model's dtype."""
 
     dtype: torch.dtype
     device: torch.device
@@ -102,7 +110,7 @@ class Weights(Protocol):
     def take(
         self, name: str, *, rows: slice | None = None, cols: slice | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A tensor of its own, or that part of its first and second axis."""
+        """Returns a copy of a tensor, or of the given ranges of its first and second axis."""
         ...
 
     def linear(
@@ -112,7 +120,7 @@ class Weights(Protocol):
         cols: slice | None = None,
         bias: bool = False,
     ) -> Linear:
-        """Matrices `name.weight`, one under the other, with their `name.bias`. `rows`: of each."""
+        """Returns the matrices `name.weight`, stacked by rows, with their `name.bias`. `rows` may differ for each."""
         ...
 
     def has(self, name: str) -> bool:
@@ -121,20 +129,20 @@ class Weights(Protocol):
 
 
 class Family(Protocol):
-    """A module of this package."""
+    """The functions of a module of this package."""
 
     def read(self, raw: dict[str, Any]) -> ModelConfig:
-        """config.json as the family's record. KeyError, TypeError and ValueError become UnknownModel with the file."""
+        """Reads config.json. The caller turns KeyError, TypeError and ValueError into UnknownModel with the path."""
         ...
 
     def expected_tensors(self, config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor that a checkpoint of this config must have."""
+        """Yields the name and shape of every tensor that a checkpoint of this config must have."""
         ...
 
     def caches(self, config: Any, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-        """What the layers of one rank keep, in their order. Of the whole model for Shard(); no weights are needed."""
+        """Returns what the layers of one rank keep, in order; Shard() stands for the whole model. Reads no weights."""
         ...
 
     def build(self, config: Any, weights: Weights, shard: Shard) -> Network:
-        """The network of one rank. Raises ConfigError where the model cannot be split that way."""
+        """Builds the network of one rank. Raises ConfigError if the model cannot be split that way."""
         ...

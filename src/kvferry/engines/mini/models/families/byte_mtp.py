@@ -1,6 +1,6 @@
-"""The byte-level models that kvferry ships (training/byte_mtp.py): layers of the Llama kind, each with a window or not.
+"""The byte-level models of kvferry-models (training/byte_mtp.py): layers of the Llama kind, some with a window.
 
-Their MTP modules are not part of the network: engines/mini/speculation/mtp.py runs them.
+Their MTP modules are not part of the network; engines/mini/speculation/mtp.py runs them.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["build", "caches", "expected_tensors", "read"]
 
 
 def read(raw: dict[str, Any]) -> LlamaConfig:
-    """See base.Family. `layer_types` goes on with the modules."""
+    """Reads config.json (base.Family). Its `layer_types` also lists the MTP modules, after the layers."""
     common = common_entries(raw)
     window = raw.get("sliding_window")
     kinds = raw["layer_types"][: common["num_layers"]]

@@ -1,8 +1,9 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, and a mixture of experts behind the first layers.
+"""DeepSeek-V2 and V3: multi-head latent attention, and a mixture of experts after the first layers.
 
-A token keeps one short latent for all heads, and a rotary part beside it; keys and values of each head are matrices
-times the latent (arXiv 2405.04434, section 2.1). Here those matrices are applied to queries and results instead, so the
-cache is read as it is: one key for all heads. The latent is the same on every tensor-parallel rank; heads are split.
+The cache keeps one short latent per token for all heads, and a rotary part beside it; the keys and values of each head
+are matrices times the latent (arXiv 2405.04434, section 2.1). Here those matrices are applied to queries and results
+instead, so the cache is read as it is: one key for all heads. Every tensor-parallel rank keeps the same latent; the
+heads are split.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from kvferry.engines.mini.models.config import ModelConfig, Rope, common_entries
 from kvferry.engines.mini.models.families.base import Batch, Weights
 from kvferry.engines.mini.models.families.experts import Experts
 from kvferry.engines.mini.models.families.layers import Ends, GatedMlp, add_output, add_partial, rows_of, split
-from kvferry.engines.mini.models.families.rope import Rotary, turn, yarn_scale
+from kvferry.engines.mini.models.families.rope import Rotary, rotate, yarn_scale
 from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.linear import Linear
 from kvferry.engines.mini.models.parallel import Shard
@@ -25,41 +26,41 @@ from kvferry.engines.mini.models.parallel import Shard
 __all__ = ["DeepSeek", "DeepSeekConfig", "LatentAttention", "build", "caches", "expected_tensors", "read"]
 
 LATENT_EPS = 1e-6
-"""Of the norms of the latents; config.json does not say it."""
+"""The epsilon of the norms of the latents; config.json does not contain it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSeekConfig(ModelConfig):
-    """DeepSeek-V2 or V3. `head_dim` is what a token keeps: latent and rotary part; `num_kv_heads` is 1."""
+    """The record of DeepSeek-V2 and V3. `head_dim` is the width of latent and rotary part; `num_kv_heads` is 1."""
 
     intermediate: int
     query_rank: int | None
     latent: int
     plain_dim: int
-    """Elements of a head's query and key that do not turn."""
+    """The number of elements of a head's query and key that are not rotated."""
     rotary_dim: int
     value_dim: int
     interleaved: bool
-    """Whether the two elements that turn together lie side by side in the checkpoint."""
+    """Whether the two elements of a rotated pair are adjacent in the checkpoint."""
     attention_scale: float
     bias: bool
     num_dense: int
-    """So many first layers have no experts."""
+    """How many of the first layers have no experts."""
     num_experts: int
-    num_chosen: int
+    num_selected: int
     num_shared: int
     expert_inner: int
     num_groups: int
-    num_groups_chosen: int
-    """Experts come from so many of the groups; the same number: from all."""
+    num_groups_selected: int
+    """How many of the groups a token's experts come from; equal to `num_groups`: from all of them."""
     sigmoid_gate: bool
-    """V3's gate: sigmoid, with a bias that counts for the choice alone; else V2's softmax."""
-    norm_shares: bool
-    shares_scale: float
+    """V3's router: sigmoid, with a bias that counts for the selection only; False: V2's softmax."""
+    norm_weights: bool
+    weights_scale: float
 
 
 def read(raw: dict[str, Any]) -> DeepSeekConfig:
-    """See base.Family."""
+    """Reads config.json into the record of this family (base.Family)."""
     v3 = raw["architectures"][0] == "DeepseekV3ForCausalLM"
     method = raw.get("topk_method") or ("noaux_tc" if v3 else "greedy")
     if method not in (("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")):
@@ -84,33 +85,33 @@ def read(raw: dict[str, Any]) -> DeepSeekConfig:
         bias=bool(raw.get("attention_bias", False)),
         num_dense=int(raw.get("first_k_dense_replace", 3 if v3 else 0)),
         num_experts=int(raw["n_routed_experts"]),
-        num_chosen=int(raw["num_experts_per_tok"]),
+        num_selected=int(raw["num_experts_per_tok"]),
         num_shared=int(raw.get("n_shared_experts") or 0),
         expert_inner=int(raw["moe_intermediate_size"]),
         num_groups=groups,
-        num_groups_chosen=int(raw.get("topk_group") or 1) if grouped else 1,
+        num_groups_selected=int(raw.get("topk_group") or 1) if grouped else 1,
         sigmoid_gate=v3,
-        norm_shares=v3 and bool(raw.get("norm_topk_prob", True)),
-        shares_scale=float(raw.get("routed_scaling_factor", 1.0)),
+        norm_weights=v3 and bool(raw.get("norm_topk_prob", True)),
+        weights_scale=float(raw.get("routed_scaling_factor", 1.0)),
     )
-    if config.num_experts % groups or config.num_groups_chosen > groups:
+    if config.num_experts % groups or config.num_groups_selected > groups:
         raise ValueError(
             f"n_group={groups} does not fit n_routed_experts={config.num_experts}, topk_group={raw.get('topk_group')!r}"
         )
-    if config.num_chosen > config.num_experts // groups * config.num_groups_chosen:
-        raise ValueError(f"num_experts_per_tok={config.num_chosen} is more than topk_group holds")
+    if config.num_selected > config.num_experts // groups * config.num_groups_selected:
+        raise ValueError(f"num_experts_per_tok={config.num_selected} is more than topk_group holds")
     return config
 
 
 def _scale(rope: Rope, dim: int) -> float:
-    """Of the scores: YaRN makes queries and keys longer, by its own factor, if the config names one for all of it."""
+    """Returns the factor for the scores. With `mscale_all_dim` it has YaRN's scale twice: for queries and for keys."""
     whole = float(rope.options.get("mscale_all_dim") or 0)
     longer = yarn_scale(float(rope.options["factor"]), whole) if rope.kind != "default" and whole else 1.0
     return float(dim**-0.5) * longer * longer
 
 
 def expected_tensors(config: DeepSeekConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """See base.Family."""
+    """Yields the name and shape of every tensor of a checkpoint (base.Family)."""
     hidden = config.hidden
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
@@ -160,17 +161,17 @@ def _mlp_tensors(name: str, hidden: int, inner: int) -> Iterator[tuple[str, tupl
 
 
 def caches(config: DeepSeekConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-    """See base.Family."""
+    """Returns what the layers of one rank keep in the cache (base.Family)."""
     return tuple(kv.latent(f"layers.{i}.attn", config.head_dim) for i in shard.layers(config.num_layers))
 
 
 def build(config: DeepSeekConfig, weights: Weights, shard: Shard) -> "DeepSeek":
-    """See base.Family."""
+    """Builds the network of one rank (base.Family)."""
     return DeepSeek(config, weights, shard)
 
 
 class LatentAttention:
-    """One layer's attention."""
+    """The attention of one layer."""
 
     def __init__(self, config: DeepSeekConfig, weights: Weights, name: str, layer: str, shard: Shard) -> None:
         self._config, self._layer, self._shard = config, layer, shard
@@ -182,28 +183,28 @@ class LatentAttention:
         if config.query_rank is not None:
             self._down = weights.linear(f"{name}.q_a_proj", bias=config.bias)
             self._query_norm = weights.take(f"{name}.q_a_layernorm.weight")
-        # Elements that turn together are put half a head apart, here once instead of at each step.
+        # The two elements of a rotated pair are moved half a head apart, once here instead of in each step.
         query = weights.take(f"{name}.q_proj.weight" if self._down is None else f"{name}.q_b_proj.weight", rows=rows)
         by_head = query.view(len(heads), plain + config.rotary_dim, -1)
-        self._query = Linear(torch.cat([by_head[:, :plain], self._apart(by_head[:, plain:], 1)], 1).flatten(0, 1))
+        self._query = Linear(torch.cat([by_head[:, :plain], self._separated(by_head[:, plain:], 1)], 1).flatten(0, 1))
         made = weights.take(f"{name}.kv_a_proj_with_mqa.weight")
         bias = weights.take(f"{name}.kv_a_proj_with_mqa.bias") if config.bias else None
         self._latent = Linear(
-            torch.cat([made[:latent], self._apart(made[latent:], 0)]),
-            None if bias is None else torch.cat([bias[:latent], self._apart(bias[latent:], 0)]),
+            torch.cat([made[:latent], self._separated(made[latent:], 0)]),
+            None if bias is None else torch.cat([bias[:latent], self._separated(bias[latent:], 0)]),
         )
         self._latent_norm = weights.take(f"{name}.kv_a_layernorm.weight")
         up = weights.take(f"{name}.kv_b_proj.weight", rows=rows_of(heads, plain + value))
         up = up.view(len(heads), plain + value, latent)
         self._keys = up[:, :plain].contiguous()
-        """[heads, plain_dim, latent]."""
+        """The matrices that make keys of a latent: [heads, plain_dim, latent]."""
         self._values = up[:, plain:].transpose(1, 2).contiguous()
-        """[heads, latent, value_dim]."""
+        """The matrices that make values of a latent: [heads, latent, value_dim]."""
         self._output = weights.linear(
             f"{name}.o_proj", cols=rows_of(heads, value), bias=config.bias and shard.tp_rank == 0
         )
 
-    def _apart(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def _separated(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if not self._config.interleaved:
             return x
         order = torch.arange(x.shape[dim], device=x.device).view(-1, 2).T.flatten()
@@ -212,7 +213,7 @@ class LatentAttention:
     def plus(
         self, x: torch.Tensor, residual: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        """residual + attention(x)."""
+        """Returns residual + attention(x)."""
         config, num_tokens = self._config, len(x)
         low = x
         if self._down is not None:
@@ -221,12 +222,12 @@ class LatentAttention:
         plain, rotary = query[..., : config.plain_dim], query[..., config.plain_dim :]
         made = self._latent(x)
         latent = functional.rms_norm(made[:, : config.latent], self._latent_norm.shape, self._latent_norm, LATENT_EPS)
-        turned = turn(torch.cat([rotary, made[:, None, config.latent :]], 1), *table)
+        rotated = rotate(torch.cat([rotary, made[:, None, config.latent :]], 1), *table)
         absorbed = torch.bmm(plain.transpose(0, 1), self._keys).transpose(0, 1)
         mixed = batch.attend_latent(
             self._layer,
-            torch.cat([absorbed, turned[:, :-1]], -1),
-            torch.cat([latent, turned[:, -1]], -1),
+            torch.cat([absorbed, rotated[:, :-1]], -1),
+            torch.cat([latent, rotated[:, -1]], -1),
             value_dim=config.latent,
             scale=config.attention_scale,
         )
@@ -235,7 +236,7 @@ class LatentAttention:
 
 
 class _Mixture:
-    """Experts with their gate, and the shared ones that every token goes through."""
+    """The experts with their router, and the shared experts that every token goes through."""
 
     def __init__(self, config: DeepSeekConfig, weights: Weights, name: str, shard: Shard) -> None:
         self._config, self._shard = config, shard
@@ -249,30 +250,30 @@ class _Mixture:
             self._shared = GatedMlp(weights, f"{name}.shared_experts", config.expert_inner * config.num_shared, shard)
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + mixture(x)."""
-        partial = self._experts.partial(x, *self._choose(x))
+        """Returns residual + mixture(x)."""
+        partial = self._experts.partial(x, *self._select(x))
         if self._shared is not None:
             partial = partial + self._shared.partial(x)
         return add_partial(partial, residual, self._shard)
 
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which experts, and how much each counts, [tokens, num_chosen]."""
+    def _select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the selected experts and their weights, [tokens, num_selected] each."""
         config = self._config
         logits = functional.linear(x.float(), self._gate)
         scores = logits.sigmoid() if config.sigmoid_gate else logits.softmax(-1)
         ranking = scores if self._bias is None else scores + self._bias
-        if config.num_groups_chosen < config.num_groups:
+        if config.num_groups_selected < config.num_groups:
             groups = ranking.view(len(x), config.num_groups, -1)
-            # V3: by the two best of each group; V2: by the best one.
+            # V3 ranks groups by the sum of their two best experts, V2 by the best one.
             best = groups.topk(2, -1).values.sum(-1) if config.sigmoid_gate else groups.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool)
-            kept.scatter_(1, best.topk(config.num_groups_chosen, -1).indices, True)
+            kept.scatter_(1, best.topk(config.num_groups_selected, -1).indices, True)
             ranking = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-        chosen = ranking.topk(config.num_chosen, -1).indices
-        shares = scores.gather(1, chosen)
-        if config.norm_shares:
-            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        return chosen, shares * config.shares_scale
+        selected = ranking.topk(config.num_selected, -1).indices
+        expert_weights = scores.gather(1, selected)
+        if config.norm_weights:
+            expert_weights = expert_weights / (expert_weights.sum(-1, keepdim=True) + 1e-20)
+        return selected, expert_weights * config.weights_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +285,7 @@ class _Layer:
 
 
 class DeepSeek:
-    """See base.Network."""
+    """Implements base.Network."""
 
     def __init__(self, config: DeepSeekConfig, weights: Weights, shard: Shard) -> None:
         self.config = config
@@ -307,7 +308,7 @@ class DeepSeek:
         )
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See base.Network."""
+        """Returns the hidden states after this stage (base.Network)."""
         eps, width = self.config.norm_eps, (self.config.hidden,)
         table = self._rope(batch.positions)
         if self._first:

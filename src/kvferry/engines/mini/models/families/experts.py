@@ -1,7 +1,7 @@
-"""A mixture of experts: each token goes through a few of many small networks, and what they say is weighed.
+"""A mixture of experts: each token goes through a few of many small networks, whose results are weighted and added.
 
-Tokens are sorted by expert, so each expert that was chosen is called once, with all its tokens. Under tensor
-parallelism every expert is split by its inner rows, as a dense network is: all ranks have a part of all experts.
+Tokens are sorted by expert, so each selected expert is called once, with all its tokens. Under tensor parallelism every
+expert is split by its inner rows, as a dense network is: every rank has a part of every expert.
 """
 
 import torch
@@ -26,19 +26,19 @@ class Experts:
         *,
         names: tuple[str, str, str] = MLP_NAMES,
     ) -> None:
-        """`names`: of the three matrices of each."""
+        """`names` are those of the three matrices of each expert."""
         self._experts = [GatedMlp(weights, f"{name}.{i}", inner, shard, names=names) for i in range(num_experts)]
 
-    def partial(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """This rank's summand. `chosen`: [tokens, k] which experts; `shares`: [tokens, k] how much each counts."""
-        order = chosen.flatten().argsort(stable=True)
-        tokens = order // chosen.shape[1]
+    def partial(self, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's summand. `selected` and `weights` [tokens, k]: each token's experts and their weights."""
+        order = selected.flatten().argsort(stable=True)
+        tokens = order // selected.shape[1]
         sorted_x = x[tokens]
-        counts = chosen.flatten().bincount(minlength=len(self._experts)).tolist()
-        first, found = 0, []
+        counts = selected.flatten().bincount(minlength=len(self._experts)).tolist()
+        first, results = 0, []
         for expert, count in zip(self._experts, counts, strict=True):
             if count:
-                found.append(expert.partial(sorted_x[first : first + count]))
+                results.append(expert.partial(sorted_x[first : first + count]))
                 first += count
-        weighed = torch.cat(found) * shares.flatten()[order].unsqueeze(-1).to(x.dtype)
-        return torch.zeros_like(x).index_add_(0, tokens, weighed)
+        weighted = torch.cat(results) * weights.flatten()[order].unsqueeze(-1).to(x.dtype)
+        return torch.zeros_like(x).index_add_(0, tokens, weighted)

@@ -1,7 +1,8 @@
-"""Gemma 3, text only: most layers look back through a window, every sixth sees all.
+"""Gemma 3, text only: most layers have a sliding window, every sixth has full attention.
 
-What is unlike Llama: norms before and behind both halves of a layer, whose weights are stored less one; queries and
-keys are normed; two bases of the rotary embedding; embeddings times the root of their width; GELU.
+It differs from Llama in this: norms come before and after both halves of a layer, and their weights are stored less
+one; queries and keys are normalised; there are two bases of the rotary embedding; embeddings are multiplied by the root
+of their width; the activation is GELU.
 """
 
 from collections.abc import Iterator
@@ -30,19 +31,19 @@ NORMS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(ModelConfig):
-    """Gemma 3. `rope` is that of layers that see all."""
+    """The record of Gemma 3. `rope` is that of the layers with full attention."""
 
     intermediate: int
     local_rope: Rope
-    """Of layers with a window."""
+    """The rotary embedding of the layers with a window."""
     attention_scale: float
     bias: bool
     logit_cap: float | None
-    """Logits become cap * tanh(logit / cap)."""
+    """Logits become cap * tanh(logit / cap); None: they stay as they are."""
 
 
 def read(raw: dict[str, Any]) -> Gemma3Config:
-    """See base.Family."""
+    """Reads config.json into the record of this family (base.Family)."""
     for entry in ("use_bidirectional_attention", "attn_logit_softcapping"):
         if raw.get(entry):
             raise ValueError(f"{entry}={raw[entry]!r} is not supported: it must be absent")
@@ -82,7 +83,7 @@ def _windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
 
 
 def expected_tensors(config: Gemma3Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """See base.Family."""
+    """Yields the name and shape of every tensor of a checkpoint (base.Family)."""
     hidden, inner = config.hidden, config.intermediate
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -109,28 +110,28 @@ def expected_tensors(config: Gemma3Config) -> Iterator[tuple[str, tuple[int, ...
 
 
 def build(config: Gemma3Config, weights: Weights, shard: Shard) -> "Gemma3":
-    """See base.Family."""
+    """Builds the network of one rank (base.Family)."""
     return Gemma3(config, weights, shard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     norms: tuple[torch.Tensor, ...]
-    """In the order of NORMS."""
+    """The weights of the norms, in the order of NORMS."""
     attention: Attention
     mlp: GatedMlp
     local: bool
 
 
 class Gemma3:
-    """See base.Network."""
+    """Implements base.Network."""
 
     def __init__(self, config: Gemma3Config, weights: Weights, shard: Shard) -> None:
         self.config = config
         self.dtype = weights.dtype
         self._ends = Ends(weights, config, shard, norm=None)
         self._first = shard.is_first
-        # Rounded as transformers rounds it.
+        # Rounded to the dtype as transformers rounds it.
         self._embedding_scale = torch.tensor(config.hidden**0.5, dtype=weights.dtype).item()
         self._norm = _one_more(weights, "model.norm") if shard.is_last else None
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
@@ -161,30 +162,30 @@ class Gemma3:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See base.Network."""
+        """Returns embeddings [tokens, hidden] (base.Network)."""
         return self._ends.embed(token_ids) * self._embedding_scale
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See base.Network."""
-        whole, local = self._rope(batch.positions), self._local_rope(batch.positions)
+        """Returns the hidden states after this stage (base.Network)."""
+        full, local = self._rope(batch.positions), self._local_rope(batch.positions)
         if self._first:
             x = self.embed(x)
         for layer in self._layers:
-            before, behind, before_mlp, behind_mlp = layer.norms
-            mixed = layer.attention(self._normed(x, before), batch, local if layer.local else whole)
-            x = x + self._normed(mixed, behind)
-            x = x + self._normed(layer.mlp(self._normed(x, before_mlp)), behind_mlp)
+            before, after, before_mlp, after_mlp = layer.norms
+            mixed = layer.attention(self._normed(x, before), batch, local if layer.local else full)
+            x = x + self._normed(mixed, after)
+            x = x + self._normed(layer.mlp(self._normed(x, before_mlp)), after_mlp)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See base.Network."""
+        """Returns logits [rows, vocab_size] in float32 (base.Network)."""
         assert self._norm is not None, "only the last stage has a head"
-        found = self._ends.project(self._normed(hidden, self._norm))
+        logits = self._ends.project(self._normed(hidden, self._norm))
         cap = self.config.logit_cap
-        return found if cap is None else cap * torch.tanh(found / cap)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # In float32, weight included: one plus a small number is not to be rounded to the model's dtype.
+        # Computed in float32, weight included, so that one plus a small number is not rounded to the model's dtype.
         return functional.rms_norm(x.float(), weight.shape, weight, self.config.norm_eps).to(x.dtype)
 
 

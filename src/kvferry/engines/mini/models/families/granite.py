@@ -1,8 +1,8 @@
 """Granite 4 hybrids (GraniteMoeHybrid): layers of Mamba-2 (arXiv 2405.21060), and a few of attention.
 
-A Mamba-2 layer keeps one state a request instead of a key and a value a token: the last inputs of its convolution, and
-a matrix for each head. Heads are dealt out over tensor-parallel ranks, and the groups of heads that share B and C with
-them; a group is replicated where ranks outnumber groups.
+A Mamba-2 layer keeps one state per request instead of one key and one value per token: the last inputs of its
+convolution, and a matrix for each head. Tensor-parallel ranks divide the heads, and with them the groups of heads that
+share B and C; groups are replicated if there are more ranks than groups.
 """
 
 from collections.abc import Iterator
@@ -32,29 +32,29 @@ STATE_PARTS = ("conv.x", "conv.b", "conv.c", "ssm")
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Shape:
-    """Sizes of a Mamba-2 layer."""
+    """The sizes of a Mamba-2 layer."""
 
     heads: int
     head_dim: int
     groups: int
-    """Of heads that share B and C."""
+    """The number of groups of heads; the heads of a group share B and C."""
     state: int
-    """Columns of B, of C, and of each head's matrix."""
+    """The number of columns of B, of C, and of each head's matrix."""
     taps: int
-    """Inputs that the convolution sees."""
+    """The number of inputs of the convolution."""
 
     @property
     def inner(self) -> int:
-        """Channels of all heads."""
+        """The number of channels of all heads."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Channels of B, and of C."""
+        """The number of channels of B, and of C."""
         return self.groups * self.state
 
     def parts(self, shard: Shard) -> tuple[CachePart, ...]:
-        """What a layer keeps of a request on one rank; in float32, whatever the model computes in."""
+        """Returns what a layer keeps per request on one rank. It is float32, whatever dtype the model computes in."""
         made = mamba2_parts(
             heads=self.heads,
             head_dim=self.head_dim,
@@ -67,7 +67,7 @@ class Mamba2Shape:
         return tuple(CachePart(part.part, torch.float32, "fp32", part.axes) for part in made)
 
     def check(self, shard: Shard) -> None:
-        """Raises ConfigError where heads and groups cannot be dealt out over the ranks together."""
+        """Raises ConfigError if heads and groups cannot be divided among the ranks together."""
         tp = shard.tp_size
         if self.heads % tp or (self.groups % tp and tp % self.groups):
             divisors = [n for n in range(1, self.heads + 1) if not self.heads % n]
@@ -80,17 +80,17 @@ class Mamba2Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(ModelConfig):
-    """A Granite 4 hybrid without experts."""
+    """The record of a Granite 4 hybrid without experts."""
 
     kinds: tuple[str, ...]
-    """`full` or `mamba2`, for each layer."""
+    """The kind of each layer: `full` or `mamba2`."""
     intermediate: int
     embedding_multiplier: float
     residual_multiplier: float
     attention_multiplier: float
     logits_divisor: float
-    turned: bool
-    """Whether positions turn queries and keys."""
+    rotary: bool
+    """Whether positions rotate queries and keys."""
     mamba: Mamba2Shape
     conv_bias: bool
     proj_bias: bool
@@ -98,12 +98,12 @@ class GraniteConfig(ModelConfig):
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """See ModelConfig."""
+        """The kind of each layer (ModelConfig)."""
         return self.kinds
 
 
 def read(raw: dict[str, Any]) -> GraniteConfig:
-    """See base.Family."""
+    """Reads config.json into the record of this family (base.Family)."""
     common = common_entries(raw)
     names = raw.get("layer_types") or raw["layers_block_type"]
     kinds = tuple("full" if name in ("attention", "full_attention") else "mamba2" for name in names)
@@ -121,7 +121,7 @@ def read(raw: dict[str, Any]) -> GraniteConfig:
         residual_multiplier=float(raw.get("residual_multiplier", 1)),
         attention_multiplier=float(raw.get("attention_multiplier", 1)),
         logits_divisor=float(raw.get("logits_scaling", 1)),
-        turned=raw.get("position_embedding_type") == "rope",
+        rotary=raw.get("position_embedding_type") == "rope",
         mamba=Mamba2Shape(
             heads=heads,
             head_dim=inner // heads,
@@ -136,7 +136,7 @@ def read(raw: dict[str, Any]) -> GraniteConfig:
 
 
 def expected_tensors(config: GraniteConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """See base.Family."""
+    """Yields the name and shape of every tensor of a checkpoint (base.Family)."""
     hidden = config.hidden
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
@@ -181,7 +181,7 @@ def _mamba_tensors(config: GraniteConfig, layer: str) -> Iterator[tuple[str, tup
 
 
 def caches(config: GraniteConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-    """See base.Family."""
+    """Returns what the layers of one rank keep in the cache (base.Family)."""
     held = split_heads(config.num_heads, config.num_kv_heads, shard).kv
     heads = (held.extent, held.start, held.stop)
     return tuple(
@@ -193,7 +193,7 @@ def caches(config: GraniteConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCach
 
 
 def build(config: GraniteConfig, weights: Weights, shard: Shard) -> "Granite":
-    """See base.Family."""
+    """Builds the network of one rank (base.Family)."""
     config.mamba.check(shard)
     return Granite(config, weights, shard)
 
@@ -207,15 +207,16 @@ class Mamba2:
         heads = head_range(shape.heads, shard.tp_rank, shard.tp_size)
         groups = head_range(shape.groups, shard.tp_rank, shard.tp_size)
         inner = slice(heads.start * shape.head_dim, heads.stop * shape.head_dim)
-        # The rows of in_proj and of the convolution: gate, then the sections x, B and C, then a step size a head.
-        sections = [inner, *(_moved(groups, shape.state, shape.inner + i * shape.shared) for i in range(2))]
+        # The rows of in_proj are the gate, the sections x, B and C, and one step size per head. The convolution has
+        # those of the sections.
+        sections = [inner, *(_shifted(groups, shape.state, shape.inner + i * shape.shared) for i in range(2))]
         self._sizes = [part.stop - part.start for part in sections]
         self._input = weights.linear(
             *[f"{name}.in_proj"] * 5,
             rows=[
                 inner,
                 *(slice(part.start + shape.inner, part.stop + shape.inner) for part in sections),
-                _moved(heads, 1, 2 * shape.inner + 2 * shape.shared),
+                _shifted(heads, 1, 2 * shape.inner + 2 * shape.shared),
             ],
             bias=config.proj_bias,
         )
@@ -233,8 +234,10 @@ class Mamba2:
     def __call__(
         self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden], of all ranks together; moves the states of the batch on. `table` is for
-        attention: here the order of the tokens is all that counts."""
+        """Returns the mixed tokens [tokens, hidden], summed over all ranks, and updates the states of the batch.
+
+        `table` is ignored: only the order of the tokens counts here.
+        """
         gate, *inputs, dt = torch.split(self._input(x), [self._sizes[0], *self._sizes, self._num_heads], dim=-1)
         dt = functional.softplus(dt.float() + self._dt_bias)
         mixed = torch.empty(len(x), self._num_heads, self._shape.head_dim, dtype=torch.float32, device=x.device)
@@ -249,7 +252,7 @@ class Mamba2:
                 state[rows] = moved
         for i in range(sequences.num_decoding, len(sequences.starts)):
             rows = slice(sequences.starts[i], sequences.stops[i])
-            mixed[rows], new = self._piece([part[rows] for part in inputs], dt[rows], [s[i] for s in before])
+            mixed[rows], new = self._chunk([part[rows] for part in inputs], dt[rows], [s[i] for s in before])
             for state, moved in zip(after, new, strict=True):
                 state[i] = moved
         for state, moved in zip(states, after, strict=True):
@@ -259,7 +262,7 @@ class Mamba2:
     def _steps(
         self, inputs: list[torch.Tensor], dt: torch.Tensor, states: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One token each of some requests."""
+        """Processes one token of each of some requests."""
         moved = [
             convolve_steps(part, state, taps, bias)
             for part, state, taps, bias in zip(inputs, states[:3], self._taps, self._conv_bias, strict=True)
@@ -268,10 +271,10 @@ class Mamba2:
         y, ssm = scan_steps(x, dt, self._decay, b, c, states[3])
         return y + self._skip * x, [*(state for _, state in moved), ssm]
 
-    def _piece(
+    def _chunk(
         self, inputs: list[torch.Tensor], dt: torch.Tensor, states: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Several tokens of one request."""
+        """Processes several tokens of one request."""
         moved = [
             convolve(part, state, taps, bias)
             for part, state, taps, bias in zip(inputs, states[:3], self._taps, self._conv_bias, strict=True)
@@ -286,19 +289,19 @@ class Mamba2:
         return x.reshape(len(x), -1, self._shape.head_dim), b.reshape(-1, groups, state), c.reshape(-1, groups, state)
 
     def _gated(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """RMS norm of mixed * silu(gate), over the channels of each group of heads, wherever they are."""
+        """Returns the RMS norm of mixed * silu(gate), over the channels of each group of heads on all ranks."""
         mixed = mixed * functional.silu(gate.float())
         squares = mixed.view(len(mixed), len(self._groups), -1).square().sum(-1)
-        if self._shape.groups % self._shard.tp_size:  # ranks that share a group have a part of its heads each
-            whole = squares.new_zeros(len(mixed), self._shape.groups)
-            whole[:, self._groups.start : self._groups.stop] = squares
-            squares = self._shard.comm.all_reduce(whole)[:, self._groups.start : self._groups.stop]
+        if self._shape.groups % self._shard.tp_size:  # ranks that share a group each have a part of its heads
+            all_groups = squares.new_zeros(len(mixed), self._shape.groups)
+            all_groups[:, self._groups.start : self._groups.stop] = squares
+            squares = self._shard.comm.all_reduce(all_groups)[:, self._groups.start : self._groups.stop]
         scale = (squares / (self._shape.inner // self._shape.groups) + self._eps).rsqrt()
         normed = mixed.view(len(mixed), len(self._groups), -1) * scale[..., None]
         return normed.flatten(1).to(self._norm.dtype) * self._norm
 
 
-def _moved(part: Heads, unit: int, offset: int) -> slice:
+def _shifted(part: Heads, unit: int, offset: int) -> slice:
     return slice(part.start * unit + offset, part.stop * unit + offset)
 
 
@@ -323,7 +326,7 @@ class _Layer:
 
 
 class Granite:
-    """See base.Network."""
+    """Implements base.Network."""
 
     def __init__(self, config: GraniteConfig, weights: Weights, shard: Shard) -> None:
         self.config = config
@@ -333,7 +336,7 @@ class Granite:
         self._layers = [self._layer(weights, i, shard) for i in shard.layers(config.num_layers)]
         self._rope = (
             Rotary(config.rope, config.head_dim, config.max_positions, weights.dtype, weights.device)
-            if config.turned
+            if config.rotary
             else None
         )
         self.embed = self._ends.embed
@@ -360,7 +363,7 @@ class Granite:
         )
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See base.Network."""
+        """Returns the hidden states after this stage (base.Network)."""
         eps, width, part = self.config.norm_eps, (self.config.hidden,), self.config.residual_multiplier
         table = None
         if self._rope is not None:
@@ -374,5 +377,5 @@ class Granite:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See base.Network."""
+        """Returns logits [rows, vocab_size] in float32 (base.Network)."""
         return self._ends.logits(hidden) / self.config.logits_divisor

@@ -1,4 +1,4 @@
-"""What networks of several families are made of, each cut for one rank."""
+"""The parts that networks of several families share, each split for one rank."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Attention heads of one rank: query heads [start, stop), and the KV heads that they read.
+    """The attention heads of one rank: query heads [start, stop), and the KV heads that they read.
 
     Each KV head of the rank is read by the same number of its query heads, in order.
     """
@@ -43,14 +43,14 @@ class HeadShare:
 
 
 def split(extent: int, shard: Shard) -> range:
-    """This rank's run of `extent` rows or heads; the first ranks have one more where it does not come out even."""
+    """Returns this rank's run of `extent` rows or heads; the first ranks get one more if they do not divide evenly."""
     return runs(extent, shard.tp_size)[shard.tp_rank]
 
 
 def split_heads(num_heads: int, num_kv_heads: int, shard: Shard) -> HeadShare:
-    """This rank's attention heads. KV heads are split as layout.builders.head_range says, or replicated.
+    """Returns this rank's attention heads. layout.builders.head_range splits or replicates the KV heads.
 
-    Ranks that share one KV head share its query heads: each has a part of them.
+    Ranks that hold the same KV head divide its query heads among them.
     """
     kv = head_range(num_kv_heads, shard.tp_rank, shard.tp_size)
     shared = num_heads // num_kv_heads
@@ -62,29 +62,29 @@ def split_heads(num_heads: int, num_kv_heads: int, shard: Shard) -> HeadShare:
 
 
 def rows_of(part: range | HeadShare | Heads, dim: int = 1) -> slice:
-    """The rows of a matrix that belong to a part: `dim` for each of it."""
+    """Returns the rows of a matrix that belong to a part: `dim` rows for each element of it."""
     return slice(part.start * dim, part.stop * dim)
 
 
 def add_output(linear: Linear, x: torch.Tensor, residual: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """residual + linear(x), where each rank has some of the columns: the sums of all ranks, on all ranks."""
+    """Returns residual + linear(x), summed over all ranks, each of which has some of the columns."""
     if shard.tp_size == 1:
         return linear.plus(x, residual)
     return shard.comm.all_reduce(linear.plus(x, residual) if shard.tp_rank == 0 else linear(x))
 
 
 def add_partial(partial: torch.Tensor, residual: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """residual + the sum of all ranks' summands."""
+    """Returns residual + the sum of `partial` over all ranks."""
     return shard.comm.all_reduce(partial + residual if shard.tp_rank == 0 else partial)
 
 
 def output(linear: Linear, x: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """linear(x), where each rank has some of the columns."""
+    """Returns linear(x), summed over all ranks, each of which has some of the columns."""
     return linear(x) if shard.tp_size == 1 else shard.comm.all_reduce(linear(x))
 
 
 class GatedMlp:
-    """down(activation(gate(x)) * up(x))."""
+    """The gated feed-forward network: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GatedMlp:
         bias: bool = False,
         names: tuple[str, str, str] = MLP_NAMES,
     ) -> None:
-        """`names`: of gate, up and down."""
+        """`names` are those of gate, up and down in the checkpoint."""
         rows = rows_of(split(inner, shard))
         self._shard = shard
         self._activation = activation
@@ -109,22 +109,22 @@ class GatedMlp:
         return self._up.times(x, self._gate.activated(x, self._activation))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Of all ranks together."""
+        """Returns the result, summed over all ranks."""
         return output(self._down, self._inner(x), self._shard)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's summand."""
+        """Returns this rank's summand."""
         return self._down(self._inner(x))
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The same + residual."""
+        """Returns residual + the result, summed over all ranks."""
         return add_output(self._down, self._inner(x), residual, self._shard)
 
 
 class Ends:
-    """What comes before the first layer and behind the last one: embedding, last norm, head.
+    """What comes before the first layer and after the last one: embedding, final norm, head.
 
-    The embedding is whole on every rank that needs it; the head is split by rows of the vocabulary.
+    Every rank that needs the embedding has all of it; the head is split by rows of the vocabulary.
     """
 
     def __init__(
@@ -156,15 +156,15 @@ class Ends:
                 self.head = weights.linear(head, rows=rows)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden]."""
+        """Returns embeddings [tokens, hidden]."""
         assert self.embedding is not None, "only stages with an embedding embed"
         return functional.embedding(token_ids, self.embedding)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocab_size] in float32."""
+        """Returns logits [rows, vocab_size] in float32."""
         return self.project(functional.rms_norm(hidden, (self._hidden,), self.norm, self._eps))
 
     def project(self, normed: torch.Tensor) -> torch.Tensor:
-        """The head alone."""
+        """Returns logits of hidden states that are already normalised."""
         assert self.head is not None, "only the last stage has a head"
         return self._shard.comm.all_gather(self.head(normed).float(), -1)

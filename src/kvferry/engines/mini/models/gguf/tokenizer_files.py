@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as the two files that Hugging Face keeps of it."""
+"""Converts the tokenizer of a GGUF file into Hugging Face's tokenizer.json and tokenizer_config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from kvferry.errors import UnknownModel
 __all__ = ["tokenizer", "tokenizer_config"]
 
 CONTROL, USER_DEFINED = 3, 4
-"""Types of tokens."""
+"""The numbers of two token types in GGUF."""
 SPACE = "\u2581"
-"""How SentencePiece writes a space."""
+"""The character that SentencePiece writes for a space."""
 BPE = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-# How text is cut before byte-pair merging, by the name that GGUF gives it.
+# How text is split before byte-pair merging, by the name of the method in GGUF.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -37,15 +37,16 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
 
 
 def tokenizer(file: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json. Raises UnknownModel for a kind that we do not know."""
+    """Returns the content of tokenizer.json. Raises UnknownModel for an unsupported kind of tokenizer."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if kind == "gpt2" and pre in PRE_TOKENIZERS:
         return _byte_level(fields, str(pre))
     if kind == "llama" and fields["general.architecture"] == "gemma3":
         return _sentence_piece(fields)
+    known = ", ".join(PRE_TOKENIZERS)
     raise UnknownModel(
-        f"{str(file)!r} has a tokenizer of kind {kind!r} {pre!r}. Known: gpt2 with {', '.join(PRE_TOKENIZERS)}, and "
-        "Gemma 3's. Use the Hugging Face directory of the model."
+        f"{str(file)!r} has a tokenizer of kind {kind!r} {pre!r}. Supported: gpt2 with {known}, and Gemma 3's. "
+        "Use the Hugging Face directory of the model."
     )
 
 
@@ -61,7 +62,7 @@ def _added(fields: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _byte_level(fields: dict[str, Any], pre: str) -> dict[str, Any]:
-    """Byte pairs, over letters that stand for bytes; the merges are in the file."""
+    """Byte-pair encoding over characters that stand for bytes; the merges are in the file."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -84,9 +85,12 @@ def _byte_level(fields: dict[str, Any], pre: str) -> dict[str, Any]:
 
 
 def _sentence_piece(fields: dict[str, Any]) -> dict[str, Any]:
-    """Pieces in the order of their scores, best first. As SentencePiece joins the pair that gives the best piece, every
-    way to make a piece of two others is a merge, in that order."""
-    # Runs of spaces are pieces like others: the text is written with SPACE before it is cut.
+    """Byte-pair encoding with merges that are worked out from the pieces, which come in the order of their scores.
+
+    SentencePiece always joins the pair that gives the best piece. So every way to make a piece of two others is a
+    merge, in the order of the pieces.
+    """
+    # Runs of spaces are pieces like others: spaces are replaced by SPACE before the text is split.
     tokens: list[str] = [token.replace(" ", SPACE) for token in fields["tokenizer.ggml.tokens"]]
     vocab = {token: i for i, token in enumerate(tokens)}
     bos = tokens[fields["tokenizer.ggml.bos_token_id"]]
@@ -132,7 +136,7 @@ def _sentence_piece(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer_config.json."""
+    """Returns the content of tokenizer_config.json."""
     tokens = fields["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
