@@ -4,13 +4,13 @@
     python training/byte_mtp.py byte-mtp-window --window --start byte-mtp --steps 200 --peak 0.006
     python training/byte_mtp.py byte-mtp-hybrid --hybrid --steps 400
 
-No package carries a model with several MTP modules, and the faults of speculation under prefill/decode only show in
-one. So here is one, small enough to train in minutes on one core: text that every machine has, one token a byte, four
-layers of the Llama kind, and three modules after DeepSeek-V3 (arXiv 2412.19437, 2.2). Module i at position p takes
-RMSNorm(embedding of token p + i + 1) and RMSNorm(output of module i - 1 at p; the model's own for i = 0), projects the
-two together, runs one layer, and the shared head names token p + i + 2.
+No package has a model with several MTP modules, and some faults of speculation under prefill/decode show only with
+one. So this script trains one that takes minutes on one core: text that every machine has, one token per byte, four
+layers of the Llama kind, and three modules after DeepSeek-V3 (arXiv 2412.19437, section 2.2). Module i at position p
+takes RMSNorm(embedding of token p + i + 1) and RMSNorm(output of module i - 1 at p, or of the model itself for i = 0),
+projects both together, and runs one layer; the shared head then predicts token p + i + 2.
 
-The same seed on the same machine gives the same bytes: one thread, no dropout, batches drawn from one generator.
+The same seed on the same machine gives the same bytes: one thread, no dropout, and batches drawn from one generator.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from torch.nn import functional
 NUM_MODULES = 3
 VOCAB = 256
 EOS = 0
-"""The byte NUL: it is in no source file."""
+"""The byte NUL, which is in no source file."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What config.json will say. Llama's names where Llama has them, DeepSeek's for the modules."""
+    """The shape of the model, as config.json will state it."""
 
     hidden: int = 160
     layers: int = 4
@@ -48,19 +48,19 @@ class Shape:
     eps: float = 1e-6
     window: int | None = None
     hybrid: bool = False
-    """Every other layer is one of Mamba-2 (arXiv 2405.21060), under the names of Granite 4."""
+    """Whether every other layer is a Mamba-2 layer (arXiv 2405.21060), under the names of Granite 4."""
     mamba_heads: int = 8
     mamba_state: int = 16
     mamba_taps: int = 4
 
     @property
     def kinds(self) -> list[str]:
-        """Of the layers, without the modules."""
+        """The kind of each layer, without the modules."""
         return ["mamba" if self.hybrid and i % 2 == 0 else "attention" for i in range(self.layers)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of the layers, then of the modules. With a window: window, full, window, full; window, full, window."""
+        """The window of each layer, then of each module. With a window, every second layer and module has None."""
         count = self.layers + NUM_MODULES
         if self.window is None:
             return (None,) * count
@@ -68,7 +68,7 @@ class Shape:
         return tuple(seen + [self.window if i % 2 == 0 else None for i in range(NUM_MODULES)])
 
     def config(self) -> dict[str, object]:
-        """config.json."""
+        """Returns the content of config.json: Llama's keys if Llama has them, and DeepSeek's for the modules."""
         made = self._config()
         if self.hybrid:
             made |= {
@@ -111,11 +111,11 @@ class Shape:
 
 
 HYBRID = Shape(hidden=128, heads=4, inner=320, hybrid=True)
-"""1.4 million parameters."""
+"""The shape of `byte-mtp-hybrid`, with 1.4 million parameters."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary position embeddings."""
 
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__()
@@ -126,13 +126,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, kv, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         batch, length, _ = x.shape
         dim = self.shape.head_dim
-        q = turn(self.q_proj(x).view(batch, length, -1, dim).transpose(1, 2))
-        k = turn(self.k_proj(x).view(batch, length, -1, dim).transpose(1, 2))
+        q = rotate(self.q_proj(x).view(batch, length, -1, dim).transpose(1, 2))
+        k = rotate(self.k_proj(x).view(batch, length, -1, dim).transpose(1, 2))
         v = self.v_proj(x).view(batch, length, -1, dim).transpose(1, 2)
-        # Written out: at these lengths four times as fast on CPU as the fused kernel, most of it in the backward pass.
+        # Written out, because at these lengths it is four times as fast on CPU as the fused kernel, mostly in the
+        # backward pass.
         shared = self.shape.heads // self.shape.kv_heads
         q = q.reshape(batch, -1, shared * length, dim)
         scores = (q @ k.transpose(-1, -2)).view(batch, -1, shared, length, length) / math.sqrt(dim)
@@ -146,7 +147,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class Mlp(nn.Module):
 
 
 class Mamba(nn.Module):
-    """Mamba-2 with one group. Every pair of tokens is an entry of a matrix: quick for texts as short as these."""
+    """A Mamba-2 mixer with one group. It computes a matrix over all pairs of tokens, which is fast for short texts."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class Mamba(nn.Module):
         self.norm = nn.RMSNorm(self.inner, eps=shape.eps)
         self.out_proj = nn.Linear(self.inner, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         batch, length, _ = x.shape
         heads, state, inner = self.shape.mamba_heads, self.shape.mamba_state, self.inner
         gate, line, dt = self.in_proj(x).split([inner, inner + 2 * state, heads], dim=-1)
@@ -191,7 +192,7 @@ class Mamba(nn.Module):
 
 
 class SharedMlp(nn.Module):
-    """SwiGLU under Granite's names."""
+    """A SwiGLU feed-forward network under Granite's names."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -204,7 +205,7 @@ class SharedMlp(nn.Module):
 
 
 class HybridLayer(nn.Module):
-    """One layer of Granite's kind."""
+    """A layer of Granite's kind."""
 
     def __init__(self, shape: Shape, kind: str) -> None:
         super().__init__()
@@ -214,13 +215,13 @@ class HybridLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.shared_mlp = SharedMlp(shape)
 
-    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = x + self.get_submodule(self.mixer_name)(self.input_layernorm(x), turn)
+    def forward(self, x: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = x + self.get_submodule(self.mixer_name)(self.input_layernorm(x), rotate)
         return x + self.shared_mlp(self.post_attention_layernorm(x))
 
 
 class Layer(nn.Module):
-    """One layer of the Llama kind."""
+    """A layer of the Llama kind."""
 
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__()
@@ -229,13 +230,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn)
+    def forward(self, x: torch.Tensor, rotate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotate)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Module(Layer):
-    """One MTP module: two inputs, a projection, a layer, and the norm before the shared head."""
+    """An MTP module: two inputs, a projection, a layer, and the norm before the shared head."""
 
     def __init__(self, shape: Shape, window: int | None) -> None:
         super().__init__(shape, window)
@@ -245,13 +246,13 @@ class Module(Layer):
         self.shared_head = nn.ModuleDict({"norm": nn.RMSNorm(shape.hidden, eps=shape.eps)})
 
     def join(self, embedded: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The layer's input."""
+        """Returns the input of the module's layer."""
         joined: torch.Tensor = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(before)], dim=-1))
         return joined
 
 
 class ByteMtp(nn.Module):
-    """The model under the names of its checkpoint, less the prefix `model.`."""
+    """The model and its modules, under the names of the checkpoint without the prefix `model.`."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -269,14 +270,17 @@ class ByteMtp(nn.Module):
                 nn.init.normal_(weight, std=scale if "embed" in name else scale * math.sqrt(512 / shape.hidden))
 
     def forward(self, tokens: torch.Tensor, length: int) -> list[torch.Tensor]:
-        """Logits of the model and of each module, [batch, length, VOCAB]; `tokens` [batch, length + NUM_MODULES]."""
-        turn = self._rotary(length)
+        """Returns the logits of the model and of each module, [batch, length, VOCAB] each.
+
+        `tokens` is [batch, length + NUM_MODULES].
+        """
+        rotate = self._rotary(length)
         x = self.embed_tokens(tokens[:, :length])
         for layer in self.layers[: self.shape.layers]:
-            x = layer(x, turn)
+            x = layer(x, rotate)
         logits = [self._head(self.norm(x))]
         for i, module in enumerate(self.layers[self.shape.layers :]):
-            x = module(module.join(self.embed_tokens(tokens[:, i + 1 : i + 1 + length]), x), turn)
+            x = module(module.join(self.embed_tokens(tokens[:, i + 1 : i + 1 + length]), x), rotate)
             logits.append(self._head(module.shared_head["norm"](x)))
         return logits
 
@@ -289,21 +293,21 @@ class ByteMtp(nn.Module):
         angle = torch.outer(torch.arange(length).float(), frequency)
         cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
 
-        def turn(x: torch.Tensor) -> torch.Tensor:
+        def rotate(x: torch.Tensor) -> torch.Tensor:
             return x * cos.to(x.dtype) + x.roll(dim // 2, -1) * sin.to(x.dtype)
 
-        return turn
+        return rotate
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal (Jordan et al. 2024, "Muon"): half the steps of Adam for matrices."""
+    """Momentum with orthogonalised updates (Jordan et al. 2024, "Muon"). Matrices need half the steps of Adam."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Updates every parameter once."""
         for group in self.param_groups:
             for param in group["params"]:
                 average = self.state[param].setdefault("average", torch.zeros_like(param))
@@ -314,7 +318,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest orthogonal matrix, roughly: five steps of a quintic Newton-Schulz iteration in bfloat16."""
+    """Returns roughly the nearest orthogonal matrix, by five quintic Newton-Schulz iterations in bfloat16."""
     x = matrix.bfloat16()
     x = x.T if matrix.size(0) > matrix.size(1) else x
     x = x / (x.norm() + 1e-7)
@@ -325,7 +329,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def text(limit_bytes: int | None = None) -> torch.Tensor:
-    """The standard library's top-level modules as bytes, in the order of their names, a NUL behind each."""
+    """Returns the bytes of the standard library's top-level modules, sorted by name, each with a NUL at its end."""
     parts = [path.read_bytes() + b"\0" for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     return torch.frombuffer(bytearray(b"".join(parts)[:limit_bytes]), dtype=torch.uint8).long()
 
@@ -340,9 +344,9 @@ def train(
     seed: int,
     peak: float = 0.02,
     start: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> ByteMtp:
-    """A trained model; the same arguments give the same weights. `start`: the directory of one to go on from."""
+    """Trains a model; the same arguments give the same weights. `start`: the directory of a model to continue from."""
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
     model = ByteMtp(shape)
@@ -376,12 +380,12 @@ def train(
             optimiser.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == steps - 1:
             nats = " ".join(f"{each.item():.3f}" for each in losses)
-            say(f"step {step}/{steps} nats a byte {nats} {time.perf_counter() - started:.0f} s")
+            report(f"step {step}/{steps} nats per byte {nats} {time.perf_counter() - started:.0f} s")
     return model
 
 
 def tokenizer() -> dict[str, object]:
-    """tokenizer.json: a token a byte, by the byte-level alphabet of GPT-2."""
+    """Returns the content of tokenizer.json: one token per byte, in the byte-level alphabet of GPT-2."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
@@ -401,7 +405,7 @@ def tokenizer() -> dict[str, object]:
 
 
 def save(model: ByteMtp, directory: Path) -> None:
-    """A Hugging Face directory."""
+    """Writes a Hugging Face directory."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {f"model.{name}": value.detach().bfloat16().contiguous() for name, value in model.state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -419,17 +423,19 @@ def save(model: ByteMtp, directory: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--window", action="store_true", help="layers and modules take turns: window of 48, full")
-    parser.add_argument("--hybrid", action="store_true", help="every other layer is one of Mamba-2; a smaller model")
+    parser.add_argument("--window", action="store_true", help="give every other layer and module a window of 48 tokens")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="make every other layer a Mamba-2 layer, in a smaller model"
+    )
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=5)
     parser.add_argument("--length", type=int, default=224)
     parser.add_argument("--seed", type=int, default=20261129)
-    parser.add_argument("--peak", type=float, default=0.02, help="learning rate")
-    parser.add_argument("--start", type=Path, help="go on from the weights in this directory")
+    parser.add_argument("--peak", type=float, default=0.02, help="the highest learning rate")
+    parser.add_argument("--start", type=Path, help="continue from the weights in this directory")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     shape = HYBRID if args.hybrid else Shape(window=48 if args.window else None)
@@ -442,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=args.seed,
         peak=args.peak,
         start=args.start,
-        say=print,
+        report=print,
     )
     save(model, args.out)
 

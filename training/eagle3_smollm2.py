@@ -4,17 +4,18 @@
     python training/eagle3_smollm2.py train WORK OUT        # about 8 minutes
 
 Prompts are text that every machine has: Python's standard library (docstrings, the topics of pydoc, its licence, source
-files), as they are and as questions in the model's chat template. Half of the answers are greedy, half are drawn at a
-temperature. While an answer is made, the hidden states that the head will read are kept (EAGLE-3, arXiv 2503.01840:
-of three layers), beside the model's last one, from which its distribution is computed again.
+files), as it is and as questions in the model's chat template. Half of the answers are greedy, and half are sampled at
+a temperature. `generate` stores the hidden states of three layers, which the head will read (EAGLE-3, arXiv
+2503.01840), and the model's last hidden state, from which `train` computes the target's distribution again.
 
-The head learns that distribution, not the tokens: cross entropy over its own, smaller vocabulary, whose ids are the
-answers' most frequent ones. Training-time test: from each slot it goes on from its own output for STEPS tokens, as it
-will when it drafts: key and value of a slot before come from the target's hidden states, those of its own steps from
-its own outputs. The directory is one of the `speculators` package; the embedding stays in the target.
+The head learns that distribution, not the tokens: the loss is the cross entropy over its own, smaller vocabulary, which
+has the most frequent tokens of the answers. Training-time test: from each slot the head continues from its own output
+for STEPS tokens, as it will when it drafts. Keys and values of earlier slots come from the target's hidden states, and
+those of its own steps from its own outputs. The result is a directory of the `speculators` package; it has no
+embedding, because the head uses the target's.
 
 The same seed on the same machine and Python gives the same bytes: one thread, and batches drawn from one generator.
-Both commands may be stopped at any time and go on where they were.
+Both commands may be stopped at any time, and continue where they were.
 """
 
 import argparse
@@ -37,11 +38,11 @@ from torch import nn
 from torch.nn import functional
 
 STEPS = 3
-"""Tokens that the head drafts in one go while it learns."""
+"""How many tokens the head drafts in a row during training."""
 FADE = 0.8
-"""A step weighs so much less than the one before: its draft counts only where those before it stood."""
+"""The weight of a step, relative to the previous one: a draft counts only if those before it were accepted."""
 HELD_OUT = "argparse.py"
-"""`python -m benchmarks.spec` takes its prompts from it."""
+"""The file that is not trained on: `python -m benchmarks.spec` takes its prompts from it."""
 QUESTIONS = (
     "What is {} in Python?",
     "Explain {} in a few sentences.",
@@ -53,7 +54,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The head's, under the names of a Llama config. What is not said here is the target's."""
+    """The shape of the head, under the names of a Llama config. Everything else is as in the target."""
 
     num_attention_heads: int = 6
     num_key_value_heads: int = 2
@@ -61,12 +62,12 @@ class Shape:
     intermediate_size: int = 512
     draft_vocab_size: int = 2560
     aux: tuple[int, ...] = (2, 15, 27)
-    """The inputs of these layers of the target."""
+    """The layers of the target whose inputs the head reads."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Of the target's config.json, what the head takes over."""
+    """The entries of the target's config.json that the head needs."""
 
     hidden: int
     vocab: int
@@ -76,7 +77,7 @@ class Target:
 
     @classmethod
     def read(cls, directory: Path) -> "Target":
-        """From a Hugging Face directory."""
+        """Reads config.json in a Hugging Face directory."""
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         rope = raw.get("rope_parameters") or raw
         return cls(
@@ -88,11 +89,11 @@ class Target:
         )
 
 
-# ---- what the target says
+# ---- the target's answers
 
 
 def sources() -> dict[str, list[str]]:
-    """Texts by kind, in an order that only the Python version changes; nothing is imported or run."""
+    """Returns texts by kind, in an order that depends on the Python version alone. Nothing is imported or run."""
     library = Path(sysconfig.get_path("stdlib"))
     codes, notes, names = [], [], []
     for path in sorted(library.glob("*.py")):
@@ -116,8 +117,10 @@ def sources() -> dict[str, list[str]]:
 
 
 def prompts(encode: Callable[[str], list[int]], *, rows: int, length: int, seed: int) -> Iterator[list[list[int]]]:
-    """Batches without end, each of `rows` prompts of one length, so that none needs padding: in turn a piece of source
-    code, a piece of prose, and a question in the chat template."""
+    """Yields batches without end. Their kinds alternate: source code, prose, and questions in the chat template.
+
+    A batch has `rows` prompts of equal length, so that none needs padding.
+    """
     draws = torch.Generator().manual_seed(seed)
     texts = sources()
     pieces = {kind: [encode(text) for text in texts[kind]] for kind in ("code", "notes")}
@@ -133,24 +136,24 @@ def prompts(encode: Callable[[str], list[int]], *, rows: int, length: int, seed:
         asked.setdefault(len(ids), []).append(ids)
     full = sorted(size for size, each in asked.items() if len(each) >= rows)
 
-    def pick(count: int) -> int:
+    def draw(count: int) -> int:
         return int(torch.randint(0, count, (1,), generator=draws))
 
     while True:
         for kind in ("code", "notes"):
             batch = []
             for _ in range(rows):
-                ids = long_enough[kind][pick(len(long_enough[kind]))]
-                at = pick(len(ids) - length + 1)
+                ids = long_enough[kind][draw(len(long_enough[kind]))]
+                at = draw(len(ids) - length + 1)
                 batch.append(ids[at : at + length])
             yield batch
-        chats = asked[full[pick(len(full))]]
+        chats = asked[full[draw(len(full))]]
         order = torch.randperm(len(chats), generator=draws)[:rows]
         yield [chats[i] for i in order.tolist()]
 
 
 class Teacher:
-    """The target by `transformers`, in bfloat16."""
+    """The target, run by `transformers` in bfloat16."""
 
     def __init__(self, directory: Path, aux: Sequence[int]) -> None:
         from transformers import AutoModelForCausalLM
@@ -162,9 +165,12 @@ class Teacher:
     def answer(
         self, batch: Sequence[Sequence[int]], *, stop: int, temperature: float, seed: int
     ) -> dict[str, torch.Tensor]:
-        """Prompts of one length and what follows up to `stop` tokens in all. Of every token but the last: `ids`, `aux`
-        (three layers side by side), `last` (the hidden state that the head of the model reads), `scale` (the logarithm
-        of the sum of its exponentials) and `best` (its likeliest token)."""
+        """Answers prompts of equal length, up to `stop` tokens with the prompt.
+
+        Returns, for every token but the last: `ids`, `aux` (the hidden states of three layers, concatenated), `last`
+        (the hidden state that the target's head reads), `scale` (the logarithm of the sum of the exponentials of its
+        logits) and `best` (its most likely token).
+        """
         draws = torch.Generator().manual_seed(seed)
         ids = torch.tensor(batch)
         kept: dict[str, list[torch.Tensor]] = {name: [] for name in ("aux", "last", "scale", "best")}
@@ -196,9 +202,9 @@ def generate(
     stop: int,
     seed: int,
     aux: Sequence[int],
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """`work`/part-<n>.safetensors, those that are missing."""
+    """Writes those files `work`/part-<n>.safetensors that are missing."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -219,14 +225,14 @@ def generate(
         part = teacher.answer(batch, stop=stop, temperature=temperature, seed=seed + number)
         save_file({name: value.contiguous() for name, value in part.items()}, path.with_suffix(".new"))
         os.replace(path.with_suffix(".new"), path)
-        say(f"part {number}/{batches} {part['ids'].numel()} tokens {time.perf_counter() - began:.0f} s")
+        report(f"part {number}/{batches} {part['ids'].numel()} tokens {time.perf_counter() - began:.0f} s")
 
 
 # ---- the head
 
 
 class Head(nn.Module):
-    """Under the names of its checkpoint. See kvferry.engines.mini.speculation.eagle3 for what each is."""
+    """The head, under the names of its checkpoint, which kvferry.engines.mini.speculation.eagle3 explains."""
 
     def __init__(self, shape: Shape, target: Target) -> None:
         super().__init__()
@@ -256,11 +262,11 @@ class Head(nn.Module):
                 nn.init.normal_(weight, std=0.005 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.03)
 
     def forward(self, aux: torch.Tensor, embedded: torch.Tensor) -> list[torch.Tensor]:
-        """Logits of STEPS drafts from each of `count` slots: [batch, count, draft vocabulary] each.
+        """Returns the logits of STEPS drafts from each of `count` slots: [batch, count, draft vocabulary] each.
 
-        `aux` [batch, count, layers * hidden]; `embedded` [batch, count + STEPS - 1, hidden]: the token behind each
-        slot, and behind each draft as if all drafts stood. Step j of slot a is at position a + j; it sees the slots up
-        to a as the target's hidden states made them, and its own steps before.
+        `aux` is [batch, count, layers * hidden]. `embedded` [batch, count + STEPS - 1, hidden] is the token after each
+        slot, and after each draft as if all drafts were accepted. Step j of slot a is at position a + j. It attends to
+        the slots up to a, computed from the target's hidden states, and to its own earlier steps.
         """
         batch, count, _ = aux.shape
         layer, shape = self.layers[0], self.shape
@@ -271,13 +277,13 @@ class Head(nn.Module):
         for j in range(STEPS):
             normed = layer.hidden_norm(before)
             x = torch.cat([layer.input_layernorm(embedded[:, j : j + count]), normed], dim=-1)
-            turn = self._rotary(j, count)
+            rotate = self._rotary(j, count)
 
             def split(y: torch.Tensor) -> torch.Tensor:
                 return y.view(batch, count, -1, shape.head_dim).transpose(1, 2)
 
-            query = turn(split(layer.self_attn.q_proj(x))).view(batch, groups, heads // groups, count, shape.head_dim)
-            keys.append(turn(split(layer.self_attn.k_proj(x))).unsqueeze(2))
+            query = rotate(split(layer.self_attn.q_proj(x))).view(batch, groups, heads // groups, count, shape.head_dim)
+            keys.append(rotate(split(layer.self_attn.k_proj(x))).unsqueeze(2))
             values.append(split(layer.self_attn.v_proj(x)).unsqueeze(2))
             scores = (query @ keys[0].transpose(-1, -2)).masked_fill(~seen, float("-inf"))
             own = [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
@@ -299,14 +305,14 @@ class Head(nn.Module):
         angle = torch.outer(torch.arange(first, first + count).float(), frequency)
         cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
 
-        def turn(x: torch.Tensor) -> torch.Tensor:
+        def rotate(x: torch.Tensor) -> torch.Tensor:
             return x * cos.to(x.dtype) + x.roll(dim // 2, -1) * sin.to(x.dtype)
 
-        return turn
+        return rotate
 
 
 class Data:
-    """The parts in memory; the last answers of each are held out, to be measured on."""
+    """All parts, in memory. The last answers of each are held out for measuring."""
 
     def __init__(self, work: Path, directory: Path, shape: Shape, *, held_out: int = 8) -> None:
         parts = [load_file(path) for path in sorted(work.glob("part-*.safetensors"))]
@@ -326,42 +332,48 @@ class Data:
         self.rows_of_vocab = self._embedding[self.ids]
 
     def batch(self, rows: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
-        """(aux, embedded, shares, best): what Head.forward reads; of each token but the first, the target's
-        distribution over the draft vocabulary (what is elsewhere is missing in the sum) and its likeliest token."""
+        """Returns (aux, embedded, target_probs, best).
+
+        Head.forward reads the first two. The others are, for each token but the first, the target's probabilities of
+        the draft vocabulary (which sum to less than 1) and its most likely token.
+        """
         names = ("ids", "aux", "last", "scale", "best")
         length = min(self._parts[p]["ids"].size(1) for p, _ in rows)
         many = {name: torch.stack([self._parts[p][name][r][:length] for p, r in rows]) for name in names}
         count = many["aux"].size(1) - STEPS
         embedded = functional.embedding(many["ids"][:, 1 : count + STEPS], self._embedding)
         logits = (many["last"][:, 1:] @ self.rows_of_vocab.T).float()
-        shares = (logits - many["scale"][:, 1:, None]).exp()
-        return many["aux"][:, :count], embedded, shares, many["best"][:, 1:]
+        target_probs = (logits - many["scale"][:, 1:, None]).exp()
+        return many["aux"][:, :count], embedded, target_probs, many["best"][:, 1:]
 
 
 def losses(head: Head, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Cross entropy of each step."""
-    aux, embedded, shares, _ = batch
+    """Returns the cross entropy of each step."""
+    aux, embedded, target_probs, _ = batch
     count = aux.size(1)
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(aux, embedded)
     logs = (torch.log_softmax(each.float(), -1) for each in logits)
-    return [-(shares[:, j : j + count] * log).sum(-1).mean() for j, log in enumerate(logs)]
+    return [-(target_probs[:, j : j + count] * log).sum(-1).mean() for j, log in enumerate(logs)]
 
 
 @torch.no_grad()
 def acceptance(head: Head, data: Data, rows: int) -> list[float]:
-    """Of held-out rows: how often each draft is the target's likeliest token, all before it being so too."""
+    """Returns, for each step, how often held-out drafts would be accepted if all earlier ones were.
+
+    A draft is accepted if it is the target's most likely token.
+    """
     hits = torch.zeros(STEPS)
     total = 0
     for at in range(0, rows, 8):
         aux, embedded, _, best = data.batch(data.held[at * len(data.held) // rows :][:8])
         with torch.autocast("cpu", torch.bfloat16):
             logits = head(aux, embedded)
-        stood = torch.ones(aux.shape[:2], dtype=torch.bool)
+        accepted = torch.ones(aux.shape[:2], dtype=torch.bool)
         for j, each in enumerate(logits):
-            stood &= data.ids[each.argmax(-1)] == best[:, j : j + aux.size(1)]
-            hits[j] += stood.sum()
-        total += stood.numel()
+            accepted &= data.ids[each.argmax(-1)] == best[:, j : j + aux.size(1)]
+            hits[j] += accepted.sum()
+        total += accepted.numel()
     reached = torch.cat([torch.tensor([float(total)]), hits[:-1]])
     return [float(x) for x in hits / reached.clamp(min=1)]
 
@@ -377,14 +389,17 @@ def train(
     stop: int | None = None,
     state: Path | None = None,
     every: int = 60,
-    say: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
     keep: Callable[[Head], None] = lambda head: None,
 ) -> Head:
-    """A trained head. `state`: where it is kept every so many steps, and gone on from; `keep` is called then, too.
-    `stop`: no further than this; the learning rate knows of all `steps`."""
+    """Trains a head.
+
+    `state` is the file from which training continues, and to which it is saved every `every` steps; `keep` is called
+    then, too. `stop` ends training before `steps`, on which the learning rate depends.
+    """
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory that was not written
     head = Head(data.shape, target)
     with torch.no_grad():
         head.lm_head.weight.copy_(data.rows_of_vocab)
@@ -418,7 +433,7 @@ def train(
         done = step + 1
         if done % 20 == 0 or done == steps:
             nats = " ".join(f"{loss.item():.3f}" for loss in each)
-            say(f"step {done}/{steps} nats {nats} {time.perf_counter() - began:.0f} s")
+            report(f"step {done}/{steps} nats {nats} {time.perf_counter() - began:.0f} s")
         if done % every == 0 or done == steps:
             if state is not None:
                 optimiser_states = [optimiser.state_dict() for optimiser in optimisers]
@@ -427,12 +442,12 @@ def train(
                 os.replace(state.with_suffix(".new"), state)
             keep(head)
             if data.held:
-                say(f"step {done} drafts that stand {[round(x, 3) for x in acceptance(head, data, 32)]}")
+                report(f"step {done} accepted {[round(x, 3) for x in acceptance(head, data, 32)]}")
     return head
 
 
 def config(shape: Shape, target: Target, raw: dict[str, Any]) -> dict[str, Any]:
-    """config.json as the speculators package writes it. `raw`: the target's."""
+    """Returns the content of config.json as the speculators package writes it. `raw` is the target's."""
     mine = {name: value for name, value in asdict(shape).items() if name not in ("aux", "draft_vocab_size")}
     layer = {**raw, **mine, "num_hidden_layers": 1, "tie_word_embeddings": False}
     return {
@@ -457,7 +472,7 @@ def config(shape: Shape, target: Target, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(head: Head, ids: torch.Tensor, raw: dict[str, Any], out: Path) -> None:
-    """A directory that `speculators` and our drafter read."""
+    """Writes a directory that `speculators` and kvferry's drafter can read."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().bfloat16().contiguous() for name, value in head.state_dict().items()}
     weights["d2t"] = ids - torch.arange(len(ids))
@@ -469,19 +484,19 @@ def save(head: Head, ids: torch.Tensor, raw: dict[str, Any], out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("generate", "train"))
-    parser.add_argument("work", type=Path, help="what the target says is kept here: 150 MB a part")
-    parser.add_argument("out", type=Path, nargs="?", help="train: the head")
+    parser.add_argument("work", type=Path, help="the folder for the target's answers, 150 MB per part")
+    parser.add_argument("out", type=Path, nargs="?", help="the folder for the head; needed by train")
     parser.add_argument("--model", default="smollm2", help="the target, as for `kvferry serve`")
     parser.add_argument("--batches", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=128, help="prompts a batch")
-    parser.add_argument("--answers", type=int, default=8, help="answers a training step")
-    parser.add_argument("--prompt", type=int, default=48, help="tokens of a prompt that is no question")
-    parser.add_argument("--stop", type=int, default=240, help="tokens of prompt and answer")
+    parser.add_argument("--rows", type=int, default=128, help="prompts per batch")
+    parser.add_argument("--answers", type=int, default=8, help="answers per training step")
+    parser.add_argument("--prompt", type=int, default=48, help="tokens of a prompt that is not a question")
+    parser.add_argument("--stop", type=int, default=240, help="tokens of prompt and answer together")
     parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--peak", type=float, default=0.01, help="learning rate")
+    parser.add_argument("--peak", type=float, default=0.01, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=20261129)
     args = parser.parse_args(arguments)
     from kvferry.engines.mini.models.catalog import model_directory
@@ -489,15 +504,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     directory, shape = model_directory(args.model), Shape()
 
-    say = partial(print, flush=True)
+    report = partial(print, flush=True)
     if args.what == "generate":
         sizes = {"batches": args.batches, "rows": args.rows, "prompt": args.prompt, "stop": args.stop}
-        generate(directory, args.work, **sizes, seed=args.seed, aux=shape.aux, say=say)
+        generate(directory, args.work, **sizes, seed=args.seed, aux=shape.aux, report=report)
         return
     if args.out is None:
-        parser.error("train needs OUT")
+        parser.error("train needs the argument OUT, the folder for the head")
     data, target = Data(args.work, directory, shape), Target.read(directory)
-    say(f"{len(data.train)} answers, {len(data.held)} held out, the draft vocabulary has {data.covered:.3f} of them")
+    report(f"{len(data.train)} answers, {len(data.held)} held out, the vocabulary covers {data.covered:.3f} of them")
     raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     train(
         data,
@@ -507,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=args.seed,
         peak=args.peak,
         state=args.work / "state.pt",
-        say=say,
+        report=report,
         keep=lambda head: save(head, data.ids, raw, args.out),
     )
 

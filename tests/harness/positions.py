@@ -1,8 +1,8 @@
-"""A network that computes nothing but what can be proved: each layer stores position, token and a digest of all tokens
-so far; before a layer uses what it stored it is held against what it must be. Real cache, real engine, no model.
+"""A network that computes only what can be verified, on a real cache in a real engine, without a model.
 
-The next token follows from the digest alone, so `answer` says what any engine has to answer, whatever it kept, freed,
-shared, copied or was handed.
+Each layer stores the position, the token and a digest of all tokens so far. Before a layer uses what it stored, it
+compares it with what must be there. The next token follows from the digest alone, so `answer` predicts the answer of
+any engine, whatever the engine kept, freed, shared, copied or received.
 """
 
 from collections import deque
@@ -28,12 +28,12 @@ VOCAB = 997
 
 
 def digest(before: int, token: int) -> int:
-    """Of all tokens up to this one; fits a float64."""
+    """Returns the digest of all tokens up to this one, which fits a float64."""
     return (before * 1_000_003 + token * 7919 + 12345) % (1 << 49)
 
 
 def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What every engine has to answer."""
+    """Returns the answer that every engine must give."""
     tokens, so_far = list(prompt), 0
     for token in prompt:
         so_far = digest(so_far, token)
@@ -44,7 +44,7 @@ def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def layers_of(full: int = 0, windows: Sequence[int] = (), states: int = 0) -> tuple[LayerCache, ...]:
-    """So many layers of each kind; `windows`: one layer each."""
+    """Returns `full` layers with full attention, one layer for each of `windows`, and `states` layers with a state."""
     part = (CachePart("k", torch.float64, "fp64", (("field", 3, 0, 3),)),)
     kinds: list[tuple[CacheKind, int | None]] = [(CacheKind.FULL, None)] * full
     kinds += [(CacheKind.WINDOW, window) for window in windows] + [(CacheKind.STATE, None)] * states
@@ -52,7 +52,7 @@ def layers_of(full: int = 0, windows: Sequence[int] = (), states: int = 0) -> tu
 
 
 class PositionRanks(LocalExecutor):
-    """An executor of one rank, which may claim to have more stages than one: then steps are in flight."""
+    """An executor of one rank. If it claims a `depth` above one, the engine keeps several steps in flight."""
 
     def __init__(self, cache: KVCache, layers: Sequence[LayerCache], worker: WorkerHalf | None, depth: int) -> None:
         self.cache, self._worker, self._handoffs, self._layouts = cache, worker, None, ()
@@ -82,7 +82,7 @@ class PositionRanks(LocalExecutor):
         self._outcomes.append(StepOutcome(logits if len(logits) else None))
 
     def _compute(self, chunk: ChunkInput) -> int:
-        """The digest behind the share; every layer agrees on the one before it."""
+        """Returns the digest after the chunk; all layers must agree on the one before it."""
         assert len(chunk.token_ids) == chunk.stop - chunk.start > 0
         found = {self._before(layer, chunk) for layer in self._layers}
         assert len(found) == 1, f"layers disagree on what came before token {chunk.start}: {found}"
@@ -135,7 +135,7 @@ class PositionRanks(LocalExecutor):
 def position_engine(
     layers: Sequence[LayerCache], connector: Any = None, *, depth: int = 1, clock: Any = None, **changes: Any
 ) -> Engine:
-    """An engine of it. `connector`: from the cache to both halves."""
+    """Makes an engine with this network. `connector` makes both halves of a connector for a cache."""
     settings = EngineSettings(**{"model": "positions", "num_blocks": 64, "max_batch_tokens": 32, **changes})
     groups = make_groups(layers)
     cache = KVCache(
@@ -147,7 +147,7 @@ def position_engine(
 
 
 def position_model() -> Any:
-    """What the engine has to know of it."""
+    """Returns what the engine needs to know of the model."""
     config = SimpleNamespace(vocab_size=VOCAB, max_positions=4096, eos_token_ids=())
     tokenizer = CharTokenizer()
     tokenizer.eos_token_id = None  # type: ignore[attr-defined]

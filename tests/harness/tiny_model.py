@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, as Hugging Face directories: for tests that need a model and no sense."""
+"""Tiny checkpoints with random weights, as Hugging Face directories, for tests that need a model but no meaning."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False},
-    "gemma3": {  # two windows, one that sees all, twice
+    "gemma3": {  # twice: two layers with a window, one with full attention
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "num_hidden_layers": 6,
@@ -87,7 +87,7 @@ FAMILIES["deepseek_v3"] = {
     "norm_topk_prob": True,
     **_MLA,
 }
-FAMILIES["granite"] = {  # two states, one attention, twice
+FAMILIES["granite"] = {  # twice: two layers with a state, one with attention
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
     "num_hidden_layers": 6,
@@ -114,9 +114,10 @@ CHAT_TEMPLATE = (
 def make_tiny_model(
     directory: Path, family: str = "llama", *, seed: int = 0, num_shards: int = 1, **changes: Any
 ) -> Path:
-    """A model of `family` in `directory`: 3 layers, 6 query and 2 KV heads of 16, vocabulary of 320, context 2,048.
+    """Writes a model of `family`: 3 layers, 6 query and 2 KV heads of 16, a vocabulary of 320, a context of 2,048.
 
-    `changes` go into config.json. The tokenizer knows every byte, a few merges and three special tokens; 0 is the end.
+    `changes` go into config.json. The tokenizer has every byte, a few merges and three special tokens; token 0 is the
+    end. Returns `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
@@ -155,7 +156,7 @@ def _write_weights(directory: Path, seed: int, num_shards: int) -> None:
     random = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in expected_tensors(read_config(directory)):
-        # Large enough that the next token is no coin toss, small enough that nothing saturates.
+        # Large enough that the next token is clear, and small enough that nothing saturates.
         noise = torch.randn(shape, generator=random) * (0.15 if len(shape) > 1 else 0.1)
         weights[name] = noise + 1 if "norm" in name else noise
     if num_shards == 1:

@@ -1,4 +1,4 @@
-"""Small trained models for trying kvferry: Hugging Face directories, found by name with `kvferry.find_model`."""
+"""Small trained models for trying kvferry, as Hugging Face directories. `kvferry serve NAME` finds them by name."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 __all__ = ["NAMES", "directory"]
 
 NAMES = ("byte-mtp", "byte-mtp-window", "byte-mtp-hybrid", "eagle3-smollm2")
-"""The models of this distribution: see models/README.md in the repository."""
+"""The names of the models; README.md describes each."""
 
 
 def directory(name: str) -> Path:
-    """The Hugging Face directory of one model. Raises KeyError for a name that is not in NAMES."""
+    """Returns the Hugging Face directory of a model. Raises KeyError for a name that is not in NAMES."""
     if name not in NAMES:
         raise KeyError(name)
     return Path(__file__).parent / name

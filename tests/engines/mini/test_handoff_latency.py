@@ -95,11 +95,11 @@ async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
     thread.start()
     try:
         assert stepped.wait(10.0)
-        executor._tell()  # other numbers, no report
+        executor._on_worker_report()  # other numbers, no report
         assert not twice.wait(0.05)
         handoffs.has_report = True
         assert executor.has_reports
-        executor._tell()
+        executor._on_worker_report()
         assert twice.wait(10.0), "the engine was not woken"
     finally:
         await thread.stop()

@@ -61,7 +61,7 @@ def test_the_shipped_models_are_of_its_form(script: ModuleType, name: str) -> No
 
 @pytest.fixture
 def recorded(eagle: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
-    """What a tiny target has said, made up; and the target's directory."""
+    """The answers of a tiny target, made up, and the target's directory."""
     random = torch.Generator().manual_seed(4)
     work, directory = tmp_path / "work", tmp_path / "target"
     for number in range(2):
@@ -91,11 +91,20 @@ def test_an_eagle_head_is_the_same_again_also_when_stopped(
     work, directory = recorded
     shape = eagle.Shape(2, 1, 8, 24, 20, (1, 2, 3))
     data, target = eagle.Data(work, directory, shape, held_out=1), eagle.Target.read(directory)
-    said: list[str] = []
+    reported: list[str] = []
 
     def train(seed: int, steps: int = 3, state: Path | None = None) -> dict[str, torch.Tensor]:
         head = eagle.train(
-            data, target, steps=3, stop=steps, rows=2, seed=seed, peak=0.01, state=state, every=2, say=said.append
+            data,
+            target,
+            steps=3,
+            stop=steps,
+            rows=2,
+            seed=seed,
+            peak=0.01,
+            state=state,
+            every=2,
+            report=reported.append,
         )
         weights: dict[str, torch.Tensor] = head.state_dict()
         return weights
@@ -108,7 +117,7 @@ def test_an_eagle_head_is_the_same_again_also_when_stopped(
         assert torch.equal(value, again[name]), name
         assert torch.equal(value, resumed[name]), name
     assert any(not torch.equal(value, other[name]) for name, value in first.items())
-    losses = [line.split(" nats ")[1].rsplit(" ", 2)[0] for line in said if " nats " in line and "step 3/3" in line]
+    losses = [line.split(" nats ")[1].rsplit(" ", 2)[0] for line in reported if " nats " in line and "step 3/3" in line]
     assert losses[0] == losses[1] == losses[3] != losses[2]
 
 

@@ -1,4 +1,4 @@
-"""What an engine runs on: its model and its ranks. Made at the start, and anew when ranks have died."""
+"""Builds what an engine runs on, its model and its ranks: at the start, and again after ranks have died."""
 
 import torch
 
@@ -16,21 +16,22 @@ __all__ = ["build_executor"]
 
 
 def build_executor(settings: EngineSettings, launcher: Launcher | None = None) -> tuple[OpenedModel, Executor]:
-    """Load the model and make the cache: here, or in rank processes. Blocks. `launcher`: see ProcessExecutor.
+    """Loads the model and makes the cache, in this process or in rank processes. Blocks.
 
-    Raises UnknownModel or ConfigError, where it can be before a process is started; then nothing is left behind.
+    `launcher` is passed to ProcessExecutor. Raises UnknownModel or ConfigError, if possible before a process is
+    started; then nothing is left behind.
     """
     if settings.tp * settings.pp == 1:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        model = load_model(settings)
-        drafter = find_drafter(settings, model)
-        layers = layers_of(model.config, model.kv, Shard(), drafter)
-        cache = KVCache.sized(layers, groups_of(model.config, model.kv, 1, drafter), settings, model.device)
-        return model, LocalExecutor(model.network, cache, drafter=load_drafter(drafter, model, cache, Shard()))
-    card = open_model(settings)
-    check_parallel(card.config, settings)
-    num_blocks = agreed_blocks(card.config, card.kv, settings, find_drafter(settings, card))
+        loaded = load_model(settings)
+        drafter = find_drafter(settings, loaded)
+        layers = layers_of(loaded.config, loaded.kv, Shard(), drafter)
+        cache = KVCache.sized(layers, groups_of(loaded.config, loaded.kv, 1, drafter), settings, loaded.device)
+        return loaded, LocalExecutor(loaded.network, cache, drafter=load_drafter(drafter, loaded, cache, Shard()))
+    model = open_model(settings)
+    check_parallel(model.config, settings)
+    num_blocks = agreed_blocks(model.config, model.kv, settings, find_drafter(settings, model))
     executor = ProcessExecutor(settings, num_blocks=num_blocks, launcher=launcher)
     executor.start()
-    return card, executor
+    return model, executor

@@ -1,7 +1,7 @@
-"""The ranks of one engine speak with each other: sums inside a stage, hidden states from stage to stage.
+"""Communication between the ranks of one engine: sums within a stage, hidden states from stage to stage.
 
-torch.distributed: NCCL where every rank has a CUDA device of its own, else gloo, through CPU memory for CUDA tensors.
-The ranks find each other by a file in a private directory; their sockets are bound to loopback.
+It uses torch.distributed: NCCL if every rank has its own CUDA device, else gloo, which moves CUDA tensors through CPU
+memory. The ranks find each other by a file in a private directory; their sockets are bound to loopback.
 """
 
 import os
@@ -18,7 +18,7 @@ __all__ = ["GroupComm", "Stages", "join", "leave"]
 
 
 class GroupComm:
-    """See parallel.Comm."""
+    """Implements parallel.Comm with torch.distributed."""
 
     def __init__(self, group: distributed.ProcessGroup, tp_size: int, *, through_cpu: bool) -> None:
         self._group = group
@@ -26,13 +26,13 @@ class GroupComm:
         self._through_cpu = through_cpu
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See Comm."""
-        whole = x.cpu() if self._through_cpu else x.contiguous()
-        distributed.all_reduce(whole, group=self._group)
-        return whole.to(x.device)
+        """Returns the sum over the group."""
+        total = x.cpu() if self._through_cpu else x.contiguous()
+        distributed.all_reduce(total, group=self._group)
+        return total.to(x.device)
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """See Comm. The ranks' parts are padded to the longest one on their way."""
+        """Returns the parts of all ranks, joined along `dim`. They are padded to the longest one while they travel."""
         part = (x.cpu() if self._through_cpu else x).movedim(dim, 0).contiguous()
         length = torch.tensor([len(part)], device=part.device)
         lengths = [torch.empty_like(length) for _ in range(self._tp_size)]
@@ -47,13 +47,13 @@ class GroupComm:
 
 
 class Stages:
-    """This rank's neighbours in the stages before and behind it: those of the same place in their groups."""
+    """Connects this rank to its neighbours: the ranks at the same place in the previous and in the next stage."""
 
     def __init__(
         self, shard: Shard, *, hidden: int, dtype: torch.dtype, device: torch.device, through_cpu: bool
     ) -> None:
-        self._before = shard.index - shard.tp_size
-        self._behind = shard.index + shard.tp_size
+        self._previous = shard.index - shard.tp_size
+        self._next = shard.index + shard.tp_size
         self._depth = shard.pp_size
         self._hidden = hidden
         self._dtype = dtype
@@ -62,25 +62,29 @@ class Stages:
         self._sent: deque[tuple[distributed.Work, torch.Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden] of the stage before, of the same step. Blocks."""
+        """Returns the hidden states [num_tokens, hidden] of the previous stage, for the same step. Blocks."""
         x = torch.empty(num_tokens, self._hidden, dtype=self._dtype, device=self._wire_device)
-        distributed.recv(x, self._before)
+        distributed.recv(x, self._previous)
         return x.to(self._device)
 
     def send(self, hidden: torch.Tensor) -> None:
-        """To the stage behind. Does not wait until that has time for it, but for steps that are long past."""
+        """Sends to the next stage without waiting for it.
+
+        Blocks only while more sends are unfinished than there are stages.
+        """
         x = hidden.to(self._wire_device).contiguous()
-        work = distributed.isend(x, self._behind)
-        assert work is not None, "every rank is in the default group"
+        work = distributed.isend(x, self._next)
+        assert work is not None, "every rank is in the default group, so isend returns work"
         self._sent.append((work, x))
         while len(self._sent) > self._depth:
             self._sent.popleft()[0].wait()
 
 
 def join(shard: Shard, store: str, *, device: torch.device, timeout_s: float) -> tuple[Shard, bool]:
-    """Meet the other ranks; the shard with its group, and whether tensors go through CPU memory. Blocks.
+    """Joins the other ranks. Returns the shard with its group, and whether tensors go through CPU memory.
 
-    Raises RuntimeError if they do not come within `timeout_s`, which is also how long later calls wait for a rank.
+    Blocks. `store` is the path of a file that all ranks share. Raises RuntimeError if the others do not join within
+    `timeout_s`, which is also how long later calls wait for a rank.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -98,7 +102,7 @@ def join(shard: Shard, store: str, *, device: torch.device, timeout_s: float) ->
     through_cpu = on_cuda and not with_nccl
     if shard.tp_size == 1:
         return shard, through_cpu
-    groups = [  # every rank has to make all of them, in one order
+    groups = [  # every rank must make all of them, in the same order
         distributed.new_group(list(range(first, first + shard.tp_size)))
         for first in range(0, shard.num_ranks, shard.tp_size)
     ]
@@ -107,6 +111,6 @@ def join(shard: Shard, store: str, *, device: torch.device, timeout_s: float) ->
 
 
 def leave() -> None:
-    """Close what `join` opened."""
+    """Closes what `join` opened."""
     if distributed.is_initialized():
         distributed.destroy_process_group()

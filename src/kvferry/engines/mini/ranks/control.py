@@ -1,7 +1,7 @@
-"""What the engine's process and its rank processes tell each other, over one socket pair a rank.
+"""The messages between the engine's process and its rank processes, over one socket pair per rank.
 
-A frame is two lengths, a pickled record, and raw bytes (logits). Pickle is for our own children only: both ends are one
-program, started by one user, on a socket that has no name. Nothing that a peer sent comes this way undecoded.
+A frame is two lengths, a pickled record, and raw bytes (logits). Pickle is safe here because both ends are the same
+program, started by one user, on a socket that has no name. Nothing that a peer sent travels this way undecoded.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
 
 __all__ = [
-    "Ask",
     "Channel",
     "Close",
     "Connect",
@@ -29,6 +28,7 @@ __all__ = [
     "Draft",
     "Drafted",
     "Drain",
+    "GetStatus",
     "Loaded",
     "Orders",
     "RankFailed",
@@ -46,19 +46,19 @@ _HEAD = struct.Struct("<IQ")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first message: who the rank is, and all that it needs to load its part."""
+    """The first message: which rank this is, and what it needs to load its part."""
 
     index: int
     settings: EngineSettings
     num_blocks: int
     store: str
-    """A file in a directory that only this user can read: where the ranks find each other."""
+    """The path of the file by which the ranks find each other, in a directory that only this user can read."""
     log_level: int
 
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Start the worker half. `layouts`: of all ranks, in order."""
+    """Start the worker half. `layouts` are those of all ranks, in order."""
 
     connector: ConnectorStart
     layouts: tuple[CacheLayout, ...]
@@ -66,7 +66,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Compute, after all steps before it. Orders that come with a step are carried out when its turn comes."""
+    """Compute this step after all earlier ones. Its orders are carried out when its turn comes."""
 
     number: int
     step: StepInput
@@ -75,31 +75,31 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """To the ranks of the last stage: see Executor.draft. In its turn among the steps."""
+    """Run the drafter (Executor.draft), in turn with the steps. For the ranks of the last stage."""
 
     order: DraftInput
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """For the worker half at once, also while a step is computed: peers that come and go."""
+    """Pass orders to the worker half at once, even during a step: peers that were accepted or are gone."""
 
     orders: StepOrders
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """See HandoffWorker.drain. At once."""
+    """Drain the worker half at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Answer with a Status, at once."""
+class GetStatus:
+    """Send a Status at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """End the worker half and the process, in good order. Steps that were not begun are dropped."""
+    """End the worker half and the process in order. Steps that have not begun are dropped."""
 
 
 # Rank to engine
@@ -107,7 +107,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights are there, and the cache."""
+    """The weights are loaded, and the cache is allocated."""
 
     pid: int
     layout: CacheLayout
@@ -118,12 +118,15 @@ class Connected:
     """The worker half runs."""
 
     metadata: bytes
-    """Of its transport, for the handshake."""
+    """The metadata of the rank's transport, for the handshake."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """From the first rank of the last stage. Behind it, raw: logits [rows, vocab_size] in float32, unless rows is 0."""
+    """A step is computed. Sent by the first rank of the last stage.
+
+    The frame's raw bytes are logits [rows, vocab_size] in float32; there are none if rows is 0.
+    """
 
     number: int
     rows: int
@@ -132,17 +135,17 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """From the first rank of the last stage."""
+    """The drafts of one Draft. Sent by the first rank of the last stage."""
 
     output: DraftOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the worker half stands: sent when anything has ended, and when asked."""
+    """The state of the worker half: sent when a hand-off has ended, and in answer to GetStatus."""
 
     seen: int
-    """Number of the last step whose orders were passed on."""
+    """The number of the last step whose orders the worker half has received."""
     report: StepReport
     stats: HandoffStats
     drained: bool
@@ -150,55 +153,58 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The rank ends after this."""
+    """An error ends the rank; nothing follows this message."""
 
     kind: str
-    """`ConfigError` and `UnknownModel` are the operator's; any other name is that of an exception."""
+    """The name of the exception's class. ConfigError and UnknownModel are for the operator to mend."""
     text: str
 
 
 class Channel:
-    """One end. `send` from any thread; `receive` from one."""
+    """One end of the socket pair. Any thread may `send`; one thread may `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The file descriptor, for selectors."""
         return self._socket.fileno()
 
     def send(self, record: object, payload: memoryview | bytes = b"") -> None:
-        """Blocks while the other end's buffer is full, at most the socket's timeout. Raises OSError if it is gone."""
+        """Sends a record and raw bytes. Blocks while the buffer is full, at most for the socket's timeout.
+
+        Raises OSError if the other end is gone.
+        """
         self.send_pickled(pickle.dumps(record, pickle.HIGHEST_PROTOCOL), payload)
 
     def send_pickled(self, body: bytes, payload: memoryview | bytes = b"") -> None:
-        """A record that goes to several ranks is pickled once."""
+        """Sends a record that was pickled once for several ranks. Blocks and raises as `send`."""
         with self._lock:
             self._socket.sendall(_HEAD.pack(len(body), len(payload)) + body)
             if len(payload):
                 self._socket.sendall(payload)
 
     def receive(self) -> tuple[Any, bytearray]:
-        """Blocks for a whole frame. Raises EOFError or OSError if the other end is gone."""
+        """Receives one frame. Blocks. Raises EOFError or OSError if the other end is gone."""
         head = _HEAD.unpack(self._read(_HEAD.size))
         return pickle.loads(self._read(head[0])), self._read(head[1])
 
     def _read(self, count: int) -> bytearray:
-        found = bytearray(count)
-        view = memoryview(found)
+        data = bytearray(count)
+        view = memoryview(data)
         while len(view):
-            got = self._socket.recv_into(view)
-            if not got:
+            num_read = self._socket.recv_into(view)
+            if not num_read:
                 raise EOFError("the other end of the control channel is gone")
-            view = view[got:]
-        return found
+            view = view[num_read:]
+        return data
 
     def hang_up(self) -> None:
-        """Both ends see the end of it; what waits in `receive` or `send` returns. Idempotent, any thread."""
+        """Ends the connection for both ends, so that a blocked `receive` or `send` returns. Idempotent, any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """Closes this end. Idempotent."""
         self._socket.close()

@@ -1,9 +1,9 @@
-"""Who computes a step: one rank in this process, or many ranks in processes of their own.
+"""The port through which an engine reaches its ranks: one rank in this process, or many in processes of their own.
 
-The engine submits what the scheduler planned (numbers only, see step.py) together with what the connector's scheduler
-half says, and collects logits in the same order. Each rank does what it is told in the order in which it was told: so a
-block that was given up may be used again by the next step, also while the step before is still on its way through the
-pipeline, and orders that follow a step find its KV stored.
+The engine submits the scheduler's plan (numbers only, see step.py) together with the orders of the connector's
+scheduler half, and collects logits in the same order. Each rank carries out steps and orders in the order in which they
+were submitted. So the next step may use a block that was given up while the step before is still in the pipeline, and
+orders that follow a step find its KV stored.
 """
 
 import os
@@ -35,7 +35,7 @@ OnPeerLost = Callable[[EngineId, Incarnation, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ConnectorStart:
-    """What worker halves need to know of their engine."""
+    """What worker halves need to know about their engine."""
 
     engine: EngineId
     incarnation: Incarnation
@@ -44,109 +44,114 @@ class ConnectorStart:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one computed step gave."""
+    """The result of one step."""
 
     logits: torch.Tensor | None
-    """[rows, vocab_size] in float32: the last `num_logits` tokens of each share, in the order of the shares; None where
-    no share wanted any."""
+    """The logits of the last `num_logits` tokens of each chunk, in the order of the chunks: [rows, vocab_size] in
+    float32. None if no chunk asked for any."""
 
 
 class Executor(Protocol):
-    """Called on the engine's thread only."""
+    """Runs steps on the ranks of one engine. Called on the engine's thread only, except as stated below."""
 
     @property
     def num_blocks(self) -> int:
-        """Cache blocks, the same on every rank; block 0 is not to be given away."""
+        """The number of cache blocks, the same on every rank. Block 0 must not be given to a request."""
         ...
 
     @property
     def depth(self) -> int:
-        """Steps that are worth having on the way at once: one for each pipeline stage. Their requests are disjoint."""
+        """How many steps should be in flight at once: one per pipeline stage. Their requests must be disjoint."""
         ...
 
     def submit(self, step: StepInput, orders: StepOrders) -> None:
-        """Every rank clears, copies, takes its orders, and computes. A step without shares is not collected."""
+        """Makes every rank copy and clear blocks, take its orders, and compute. Without chunks there is no outcome."""
         ...
 
     def collect(self) -> StepOutcome:
-        """Of the oldest step with shares that was not collected. Blocks. Raises RanksLost if a rank has died."""
+        """Returns the outcome of the oldest step with chunks that was not collected. Blocks. Raises RanksLost."""
         ...
 
     def draft(self, order: DraftInput) -> DraftOutput:
-        """What the last stage's drafter makes of a step that was collected. Blocks. Raises RanksLost."""
+        """Runs the drafter of the last stage after a step that was collected. Blocks. Raises RanksLost."""
         ...
 
     def reports(self) -> tuple[StepReport, ...]:
-        """What worker halves have ended since the last call, each report of one rank. Never blocks."""
+        """Returns the reports of the worker halves since the last call, each from one rank. Never blocks."""
         ...
 
     @property
     def has_reports(self) -> bool:
-        """`reports` has something, or would raise."""
+        """Whether `reports` would return something, or raise."""
         ...
 
-    def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on some other thread, when `has_reports` has become true. Where nobody calls: look."""
+    def on_report(self, callback: Callable[[], None]) -> None:
+        """Sets what is called, on another thread, when `has_reports` has become true."""
         ...
 
     def close(self) -> None:
-        """End the worker halves and all that belongs to the ranks. Idempotent."""
+        """Ends the worker halves and everything else that belongs to the ranks. Idempotent."""
         ...
 
-    # What the connector needs. `connect` on the engine's thread; everything else on any.
+    # For the connector. `connect` is called on the engine's thread, everything else on any thread.
 
     @property
     def layouts(self) -> tuple[CacheLayout, ...]:
-        """Of the cache of every rank, in order."""
+        """The layout of each rank's cache, in rank order."""
         ...
 
     @property
     def metadata(self) -> tuple[bytes, ...]:
-        """Of the transport of every rank, in order; after `connect`."""
+        """The transport metadata of each rank, in rank order; available after `connect`."""
         ...
 
     def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
-        """Start every rank's worker half. Blocks. `on_peer_lost`: on another thread, must not block. Raises ConfigError
-        for a transport that cannot be had."""
+        """Starts every rank's worker half. Blocks. Raises ConfigError if the transport is not available.
+
+        `on_peer_lost` is called on another thread, and must not block.
+        """
         ...
 
     def send(self, orders: StepOrders) -> None:
-        """Every worker half receives these orders at once, without a step. Never blocks, as the next three."""
+        """Passes orders to every worker half at once, outside of a step. Never blocks."""
         ...
 
     def drain(self) -> None:
-        """Begin nothing with a peer that is not open already."""
+        """Stops the start of new hand-offs on every rank; open ones go on. Never blocks."""
         ...
 
     @property
     def drained(self) -> bool:
-        """After `drain`: no hand-off is open on any rank, and every end was fetched by `reports`. Ask until it is."""
+        """Whether, after `drain`, no hand-off is open on any rank and `reports` has returned every end.
+
+        May become true late; read it again until it is.
+        """
         ...
 
     def rank_stats(self) -> tuple[HandoffStats, ...]:
-        """Counters of every worker half, in order, as of a moment ago."""
+        """Returns the latest known counters of each worker half, in rank order."""
         ...
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes of the ranks, in order."""
+        """The process id of each rank, in rank order."""
         ...
 
 
 class Stages(Protocol):
-    """The way from pipeline stage to pipeline stage, of one rank: see comm.Stages."""
+    """Passes hidden states between the pipeline stages of one rank; comm.Stages implements it."""
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden] of the stage before, of the same step. Blocks."""
+        """Returns the hidden states [num_tokens, hidden] of the previous stage, for the same step. Blocks."""
         ...
 
     def send(self, hidden: torch.Tensor) -> None:
-        """The same, to the stage behind."""
+        """Sends hidden states to the next stage."""
         ...
 
 
 class Rank:
-    """One rank: its part of the network, its cache, its worker half. On one thread."""
+    """One rank: its part of the network, its cache, and its worker half. Used by one thread."""
 
     def __init__(
         self,
@@ -158,8 +163,7 @@ class Rank:
         stages: Stages | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """`stages`: the way to the pipeline stages before and behind, where there are several. `drafter`: of a rank of
-        the last stage."""
+        """`stages` connects this rank to the other pipeline stages, if any. Only the last stage has a `drafter`."""
         self.cache = cache
         self.worker = worker
         self._shard = shard or Shard()
@@ -169,114 +173,114 @@ class Rank:
         self._drafter = drafter
 
     def execute(self, step: StepInput, orders: StepOrders) -> torch.Tensor | None:
-        """One step of this rank. What it returns, on the last stage: see StepOutcome.logits."""
+        """Runs one step. Returns StepOutcome.logits on the last stage, and None on the others."""
         if self._drafter is not None:
             self._drafter.forget(step.forget)
         self.cache.copy(step.copies)
         self.cache.clear(step.clear)
         if self.worker is not None and orders:
             if orders.fetch or orders.offer:
-                # What we cleared must not be cleared after it has arrived; what is offered must really be there.
+                # Cleared blocks must be zero before bytes arrive in them, and offered blocks must be in memory.
                 self.cache.wait_written()
             self.worker.start_step(orders)
         if not step.chunks:
             return None
         before = None
         if not self._shard.is_first:
-            assert self._stages is not None, "a rank of several stages has a way to the others"
+            assert self._stages is not None, "a rank of an engine with several stages has Stages"
             before = self._stages.receive(sum(chunk.stop - chunk.start for chunk in step.chunks))
         hidden, logits = self._runner.run(step.chunks, before, last=self._shard.is_last)
         if not self._shard.is_last:
-            assert self._stages is not None, "a rank of several stages has a way to the others"
+            assert self._stages is not None, "a rank of an engine with several stages has Stages"
             self._stages.send(hidden)
         if self._drafter is not None:
-            aux_hidden: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # see Llama.capture_hidden
+            aux_hidden: torch.Tensor | None = getattr(self._network, "aux_hidden", None)  # Llama.capture_hidden
             self._drafter.absorb(step.chunks, hidden if aux_hidden is None else aux_hidden)
         return logits
 
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See Executor; on the last stage."""
+        """Runs the drafter; see Executor.draft."""
         assert self._drafter is not None, "only engines whose drafter keeps KV ask ranks for drafts"
         return self._drafter.draft(order)
 
 
 class LocalExecutor:
-    """The whole model in this process: a step is computed when it is submitted."""
+    """Runs the whole model in this process: a step is computed when it is submitted. Implements Executor."""
 
     def __init__(
         self, network: Network, cache: KVCache, worker: WorkerHalf | None = None, drafter: Drafter | None = None
     ) -> None:
-        """`worker`: a worker half that the caller has made, instead of `connect`."""
+        """`worker` is a worker half made by the caller, for engines that do not call `connect`."""
         self.cache = cache
         self._worker = worker
         self._handoffs: HandoffWorker | None = None
         self._rank = Rank(network, cache, worker, drafter=drafter)
         self._outcomes: deque[StepOutcome] = deque()
         self._layouts: tuple[CacheLayout, ...] = ()
-        self._wake: Callable[[], None] = lambda: None
+        self._report_callback: Callable[[], None] = lambda: None
 
     @property
     def num_blocks(self) -> int:
-        """See Executor."""
+        """Implements Executor."""
         return self.cache.num_blocks
 
     @property
     def depth(self) -> int:
-        """See Executor."""
+        """Implements Executor."""
         return 1
 
     def submit(self, step: StepInput, orders: StepOrders) -> None:
-        """See Executor."""
+        """Implements Executor."""
         logits = self._rank.execute(step, orders)
         if step.chunks:
             self._outcomes.append(StepOutcome(logits))
 
     def collect(self) -> StepOutcome:
-        """See Executor."""
+        """Implements Executor."""
         return self._outcomes.popleft()
 
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See Executor."""
+        """Implements Executor."""
         return self._rank.draft(order)
 
     def reports(self) -> tuple[StepReport, ...]:
-        """See Executor."""
+        """Implements Executor."""
         report = self._worker.end_step() if self._worker is not None else None
         return (report,) if report else ()
 
     @property
     def has_reports(self) -> bool:
-        """See Executor."""
+        """Implements Executor."""
         return self._handoffs is not None and self._handoffs.has_report
 
-    def on_report(self, wake: Callable[[], None]) -> None:
-        """See Executor."""
-        self._wake = wake
+    def on_report(self, callback: Callable[[], None]) -> None:
+        """Implements Executor."""
+        self._report_callback = callback
 
-    def _tell(self) -> None:
-        """On the driver's thread, which calls it also where there is nothing but other numbers."""
+    def _on_worker_report(self) -> None:
+        """Called on the driver's thread, also when only counters have changed."""
         if self.has_reports:
-            self._wake()
+            self._report_callback()
 
     def close(self) -> None:
-        """See Executor."""
+        """Implements Executor."""
         if self._worker is not None:
             self._worker.close()
 
     @property
     def layouts(self) -> tuple[CacheLayout, ...]:
-        """See Executor."""
+        """Implements Executor."""
         if not self._layouts:
             self._layouts = (self.cache.layout(),)
         return self._layouts
 
     @property
     def metadata(self) -> tuple[bytes, ...]:
-        """See Executor."""
+        """Implements Executor."""
         return (self._connected().record.transport_metadata,)
 
     def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
-        """See Executor."""
+        """Implements Executor."""
         self._worker = self._rank.worker = self._handoffs = start_worker(
             self.cache.layout(),
             (self.cache.data,),
@@ -284,31 +288,31 @@ class LocalExecutor:
             incarnation=connector.incarnation,
             settings=connector.settings,
             on_lost=on_peer_lost,
-            on_report=self._tell,
+            on_report=self._on_worker_report,
         )
 
     def _connected(self) -> HandoffWorker:
-        assert self._handoffs is not None, "connect() comes first"
+        assert self._handoffs is not None, "the engine calls connect() first"
         return self._handoffs
 
     def send(self, orders: StepOrders) -> None:
-        """See Executor."""
+        """Implements Executor."""
         self._connected().start_step(orders)
 
     def drain(self) -> None:
-        """See Executor."""
+        """Implements Executor."""
         self._connected().drain()
 
     @property
     def drained(self) -> bool:
-        """See Executor."""
+        """Implements Executor."""
         return self._connected().drained
 
     def rank_stats(self) -> tuple[HandoffStats, ...]:
-        """See Executor."""
+        """Implements Executor."""
         return (self._connected().stats(),)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """See Executor."""
+        """Implements Executor."""
         return (os.getpid(),)

@@ -1,11 +1,12 @@
-"""A process that has loaded torch once and becomes ranks by fork: four ranks cost one start, and a fifth almost none.
+"""The launcher: a process that loads torch once and forks ranks, so several ranks cost little more than one.
 
-It has no thread and has run nothing when it forks, so there is nothing that a fork could break; CUDA and transports are
-first touched in the ranks. It reaps them, tells how they ended, and ends with them when the engine's process is gone.
+It has no threads and has computed nothing when it forks, so there is nothing that a fork could break; only the ranks
+use CUDA and transports. It reaps the ranks, reports how they ended, and ends them and itself when the engine's process
+is gone.
 
-Spoken on a socket pair. To the launcher: `S` with a descriptor, the rank's control socket; `K` and a pid: kill it.
-From it: a pid and -1: this rank runs; a pid and a status of waitpid: it has ended. A pid that it does not have is
-ignored, so that no other process is ever killed.
+The engine and the launcher talk over a socket pair. To the launcher: `S` with a descriptor (the rank's control socket)
+starts a rank; `K` with a pid kills it. From the launcher: a pid and -1 say that this rank runs; a pid and a status of
+waitpid say that it has ended. A pid that is not one of its ranks is ignored, so no other process is ever killed.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _START_S = 120.0
 
 
 class Launcher:
-    """The engine's side. Any thread; `start` is to be called by one at a time."""
+    """The engine's side of the launcher. Any thread may use it; only one at a time may call `start`."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -54,28 +55,31 @@ class Launcher:
 
     @property
     def running(self) -> bool:
-        """It can start ranks."""
+        """Whether the launcher can start ranks."""
         return self._process.poll() is None and not self._gone
 
     def start(self, control: socket.socket) -> int:
-        """Begin a rank at the other end of `control`, which the caller closes. Its pid. Blocks. Raises ConfigError."""
+        """Starts a rank with the socket `control`, which the caller closes. Returns its pid.
+
+        Blocks. Raises ConfigError.
+        """
         with self._lock:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._socket, [_TO.pack(b"S", 0)], [control.fileno()])
             end_s = time.monotonic() + _START_S
             while (left_s := end_s - time.monotonic()) > 0 and not self._gone:
-                told = self._receive(left_s)
-                if told is not None and told[1] == _RUNS:
-                    return told[0]
-        raise ConfigError("a process for a rank was not started. Lower --tp and --pp, or look at the machine's limits.")
+                event = self._receive(left_s)
+                if event is not None and event[1] == _RUNS:
+                    return event[0]
+        raise ConfigError("a process for a rank did not start. Lower --tp and --pp, or raise the machine's limits.")
 
     def kill(self, pid: int) -> None:
-        """SIGKILL to a rank, if it still runs. Never blocks."""
+        """Sends SIGKILL to a rank, if it still runs. Never blocks."""
         with contextlib.suppress(OSError):
             self._socket.sendall(_TO.pack(b"K", pid))
 
     def wait(self, pid: int, timeout_s: float) -> int | None:
-        """How a rank ended: its exit status, or minus the signal. None: it has not, or nobody knows."""
+        """Returns a rank's exit status, or minus the signal that ended it; None if it has not ended, or is unknown."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -87,7 +91,7 @@ class Launcher:
                 self._receive(min(left_s, 0.05))
 
     def close(self) -> None:
-        """End the process, and every rank that it has. Idempotent."""
+        """Ends the launcher and all its ranks. Idempotent."""
         self._socket.close()
         self._gone = True
         try:
@@ -113,38 +117,41 @@ class Launcher:
         return pid, status
 
 
-def serve(sock: socket.socket, become: Callable[[int], Any]) -> None:
-    """The launcher's side. Returns when the engine is gone. `become`: in a fork, with the descriptor; never returns."""
-    wakes, awake = os.pipe()
-    os.set_blocking(awake, False)
-    os.set_blocking(wakes, False)
-    signal.set_wakeup_fd(awake)
+def serve(sock: socket.socket, run_rank: Callable[[int], Any]) -> None:
+    """The launcher's side. Returns when the engine is gone.
+
+    `run_rank` is called in each fork, with the descriptor of the control socket, and never returns.
+    """
+    signal_pipe, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    os.set_blocking(signal_pipe, False)
+    signal.set_wakeup_fd(write_end)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ranks: set[int] = set()
     with selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
-        selector.register(wakes, selectors.EVENT_READ)
+        selector.register(signal_pipe, selectors.EVENT_READ)
         while True:
             keys = [key.fileobj for key, _ in selector.select()]
-            if wakes in keys:
+            if signal_pipe in keys:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(wakes, 4096)
+                    os.read(signal_pipe, 4096)
                 _reap(sock, ranks)
             if sock not in keys:
                 continue
             body, descriptors, _, _ = socket.recv_fds(sock, _TO.size, 1, socket.MSG_WAITALL)
             if len(body) < _TO.size:
                 break
-            what, pid = _TO.unpack(body)
-            if what == b"K" and pid in ranks:
+            command, pid = _TO.unpack(body)
+            if command == b"K" and pid in ranks:
                 os.kill(pid, signal.SIGKILL)
-            elif what == b"S" and descriptors:
+            elif command == b"S" and descriptors:
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     sock.close()
-                    become(descriptors[0])
+                    run_rank(descriptors[0])
                 os.close(descriptors[0])
                 ranks.add(pid)
                 sock.sendall(_FROM.pack(pid, _RUNS))

@@ -1,11 +1,11 @@
-"""Many ranks, each a process of its own: started, told what to do, heard, and ended together.
+"""Runs steps on ranks that each have a process of their own.
 
-Life of the processes:  start() spawns them -> all have Loaded -> connect() starts their worker halves -> steps
+Life of the processes:  start() starts them -> each sends Loaded -> connect() starts their worker halves -> steps
                         -> close(), or one of them dies: then the others are killed, and every call raises RanksLost.
 
-An engine is no engine without one of its ranks, so they live and die together; who starts them anew makes another
-ProcessExecutor. Threads: the engine's thread calls what Executor has; one thread here reads what the ranks say. What
-the worker halves need (send, drain, stats) may be called from any thread.
+An engine cannot work without one of its ranks, so they live and die together; to start them again, make another
+ProcessExecutor. Threads: the engine's thread calls the methods of Executor; one thread here reads the ranks' messages.
+What the worker halves need (send, drain, stats) may be called from any thread.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ import torch
 from kvferry.connector.base import PeerGone, StepOrders, StepReport
 from kvferry.engines.mini.models.progress import Progress, show_progress
 from kvferry.engines.mini.ranks.control import (
-    Ask,
     Channel,
     Close,
     Connect,
@@ -35,6 +34,7 @@ from kvferry.engines.mini.ranks.control import (
     Draft,
     Drafted,
     Drain,
+    GetStatus,
     Loaded,
     Orders,
     RankFailed,
@@ -57,14 +57,14 @@ __all__ = ["ProcessExecutor"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 20.0
-"""For a rank that was told to close: its worker half says goodbye to peers. Then it is killed."""
+"""How long a rank may take to close, which includes its worker half's goodbyes to peers. Then it is killed."""
 _KILLED_S = 5.0
 _CONNECT_S = 120.0
 _OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "UnknownModel": UnknownModel}
 
 
-class _Rank:
-    """What the engine's process has of one rank."""
+class _RankHandle:
+    """What the engine's process knows of one rank."""
 
     def __init__(self, index: int, pid: int, channel: Channel) -> None:
         self.index = index
@@ -74,20 +74,21 @@ class _Rank:
         self.connected: Connected | None = None
         self.stats = HandoffStats()
         self.drained_at = -1
-        """Number of the last step whose orders it had taken when it said that it is drained."""
+        """The last step whose orders the rank had received when it reported that it is drained; -1: not drained."""
 
 
 class ProcessExecutor:
-    """See executor.Executor."""
+    """Implements executor.Executor."""
 
     def __init__(self, settings: EngineSettings, *, num_blocks: int, launcher: Launcher | None = None) -> None:
-        """`launcher`: one that outlives this executor; None: one of its own."""
+        """`launcher` is one that outlives this executor; None: start one."""
         self._settings = settings
         self._given_launcher = launcher
         self._num_blocks = num_blocks
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RankHandle] = []
         self._launcher: Launcher | None = None
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
+        """Guards what the reader thread writes, and is notified of every message and of a loss."""
         self._outcomes: deque[StepOutcome] = deque()
         self._drafts: deque[DraftOutput] = deque()
         self._reports: deque[StepReport] = deque()
@@ -95,13 +96,13 @@ class ProcessExecutor:
         self._closing = False
         self._number = 0
         self._on_peer_lost: OnPeerLost | None = None
-        self._wake: Callable[[], None] = lambda: None
+        self._report_callback: Callable[[], None] = lambda: None
         self._reader = threading.Thread(target=self._read, name="kvferry-ranks", daemon=True)
 
     # ---- from nothing to ready
 
     def start(self) -> None:
-        """Spawn every rank and wait until all have loaded. Blocks. Raises what kept one of them from loading.
+        """Starts every rank and waits until all have loaded. Blocks. Raises the error that kept one from loading.
 
         After an error nothing is left behind.
         """
@@ -116,13 +117,13 @@ class ProcessExecutor:
             self.close()
             raise
         finally:
-            shutil.rmtree(directory, ignore_errors=True)  # they have met
+            shutil.rmtree(directory, ignore_errors=True)  # the ranks have joined, and need it no longer
         logger.info(
             "ranks loaded tp=%s pp=%s pids=%s", self._settings.tp, self._settings.pp, ",".join(map(str, self.pids))
         )
 
     def _start_rank(self, index: int, store: str) -> None:
-        assert self._launcher is not None, "start() has made it"
+        assert self._launcher is not None, "start() makes the launcher first"
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -131,60 +132,60 @@ class ProcessExecutor:
                 ours.close()
                 raise
         ours.settimeout(self._settings.rank_timeout_s)
-        rank = _Rank(index, pid, Channel(ours))
+        rank = _RankHandle(index, pid, Channel(ours))
         self._ranks.append(rank)
         level = logging.getLogger("kvferry").getEffectiveLevel()
         self._send(rank, Start(index, self._settings, self._num_blocks, store, level))
 
     def connect(self, connector: ConnectorStart, on_peer_lost: OnPeerLost) -> None:
-        """Start every rank's worker half. `on_peer_lost`: on another thread, must not block. Raises as `start`."""
+        """Implements Executor. Raises as `start`."""
         self._on_peer_lost = on_peer_lost
-        order = Connect(connector, self.layouts)
+        message = Connect(connector, self.layouts)
         for rank in self._ranks:
-            self._send(rank, order)
+            self._send(rank, message)
         self._await(lambda: all(rank.connected for rank in self._ranks), _CONNECT_S, "connected")
 
     @property
     def layouts(self) -> tuple[CacheLayout, ...]:
-        """Of every rank's cache, in order."""
+        """Implements Executor."""
         return tuple(rank.loaded.layout for rank in self._ranks if rank.loaded is not None)
 
     @property
     def metadata(self) -> tuple[bytes, ...]:
-        """Of every rank's transport, in order."""
+        """Implements Executor."""
         return tuple(rank.connected.metadata for rank in self._ranks if rank.connected is not None)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the rank processes, in order."""
+        """Implements Executor."""
         return tuple(rank.pid for rank in self._ranks)
 
     # ---- Executor
 
     @property
     def num_blocks(self) -> int:
-        """See Executor."""
+        """Implements Executor."""
         return self._num_blocks
 
     @property
     def depth(self) -> int:
-        """See Executor."""
+        """Implements Executor."""
         return self._settings.pp
 
     def submit(self, step: StepInput, orders: StepOrders) -> None:
-        """See Executor. Raises RanksLost."""
+        """Implements Executor. Raises RanksLost."""
         self._number += 1
         body = pickle.dumps(Step(self._number, step, orders), pickle.HIGHEST_PROTOCOL)
         for rank in self._ranks:
             self._send(rank, None, body)
 
     def collect(self) -> StepOutcome:
-        """See Executor. Raises RanksLost."""
+        """Implements Executor. Raises RanksLost."""
         self._await_work(self._outcomes)
         return self._outcomes.popleft()
 
     def draft(self, order: DraftInput) -> DraftOutput:
-        """See Executor. Raises RanksLost."""
+        """Implements Executor. Raises RanksLost."""
         body = pickle.dumps(Draft(order), pickle.HIGHEST_PROTOCOL)
         for rank in self._ranks[-self._settings.tp :]:
             self._send(rank, None, body)
@@ -196,26 +197,26 @@ class ProcessExecutor:
             self._await(lambda: bool(answers), self._settings.rank_timeout_s, "computed a step")
         except TimeoutError as error:
             self._lose(f"no rank has computed a step in {self._settings.rank_timeout_s:g} s (rank_timeout_s)")
-            raise self._why_lost() from error
+            raise self._loss() from error
 
     def reports(self) -> tuple[StepReport, ...]:
-        """See Executor. Raises RanksLost."""
+        """Implements Executor. Raises RanksLost."""
         if self._lost is not None:
-            raise self._why_lost()
+            raise self._loss()
         return tuple(self._reports.popleft() for _ in range(len(self._reports)))
 
     @property
     def has_reports(self) -> bool:
-        """Something has to be looked at by `reports`."""
+        """Implements Executor."""
         return self._lost is not None or bool(self._reports)
 
-    def on_report(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on another thread, when `has_reports` becomes true."""
-        self._wake = wake
+    def on_report(self, callback: Callable[[], None]) -> None:
+        """Implements Executor."""
+        self._report_callback = callback
 
     def close(self) -> None:
-        """See Executor. Blocks for moments."""
-        with self._news:
+        """Implements Executor. Blocks until the ranks have ended."""
+        with self._changed:
             self._closing = True
         for rank in self._ranks:
             if self._lost is None and rank.loaded is not None:
@@ -237,18 +238,20 @@ class ProcessExecutor:
         for rank in self._ranks:
             if launcher.wait(rank.pid, max(0.0, end_s - time.monotonic())) is None:
                 if launcher.running:
-                    logger.warning("rank does not end rank=%s pid=%s after_s=%g", rank.index, rank.pid, _CLOSE_S)
+                    logger.warning(
+                        "rank did not end, killing it rank=%s pid=%s after_s=%g", rank.index, rank.pid, _CLOSE_S
+                    )
                 self._kill(rank)
                 launcher.wait(rank.pid, _KILLED_S)
 
-    def _kill(self, rank: _Rank) -> None:
-        """Twice: where nobody can kill it any more, it ends because its control channel does."""
+    def _kill(self, rank: _RankHandle) -> None:
+        """Kills a rank through the launcher. Without a launcher the rank ends because its control channel does."""
         if self._launcher is not None:
             self._launcher.kill(rank.pid)
         rank.channel.hang_up()
 
-    def _end_status(self, rank: _Rank) -> str:
-        """How a rank that is ending has ended, in words."""
+    def _end_status(self, rank: _RankHandle) -> str:
+        """Returns how a rank that is ending has ended, for a message."""
         code = self._launcher.wait(rank.pid, _KILLED_S) if self._launcher is not None else None
         if code is None:
             return "has closed its control channel"
@@ -257,65 +260,67 @@ class ProcessExecutor:
     # ---- all worker halves as one
 
     def send(self, orders: StepOrders) -> None:
-        """See Executor."""
-        self._tell_all(Orders(orders))
+        """Implements Executor."""
+        self._send_all(Orders(orders))
 
     def drain(self) -> None:
-        """See HandoffWorker."""
-        self._tell_all(Drain())
+        """Implements Executor."""
+        self._send_all(Drain())
 
     @property
     def drained(self) -> bool:
-        """See HandoffWorker. As of the answers to the call before: ask until it is true."""
+        """Implements Executor. Based on the answers to the previous read, so read it until it is true."""
         drained = not self._reports and all(rank.drained_at == self._number for rank in self._ranks)
         if not drained:
-            self._tell_all(Ask())
+            self._send_all(GetStatus())
         return drained
 
     def rank_stats(self) -> tuple[HandoffStats, ...]:
-        """See Executor. As each last told; asks for newer ones."""
-        self._tell_all(Ask())
+        """Implements Executor. Returns the last counters that each rank sent, and requests newer ones."""
+        self._send_all(GetStatus())
         return tuple(rank.stats for rank in self._ranks)
 
-    def _tell_all(self, record: object) -> None:
+    def _send_all(self, record: object) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(FerryError):  # who is lost needs to hear nothing; the next step tells the engine
+            with contextlib.suppress(
+                FerryError
+            ):  # a lost rank needs no message, and the next step reports the loss to the engine
                 self._send(rank, record)
 
     # ---- inside
 
-    def _send(self, rank: _Rank, record: object, body: bytes | None = None) -> None:
+    def _send(self, rank: _RankHandle, record: object, body: bytes | None = None) -> None:
         if self._lost is not None:
-            raise self._why_lost()
+            raise self._loss()
         try:
             rank.channel.send_pickled(body or pickle.dumps(record, pickle.HIGHEST_PROTOCOL))
         except OSError as error:
             self._lose(f"rank {rank.index} {'hangs' if isinstance(error, TimeoutError) else self._end_status(rank)}")
-            raise self._why_lost() from error
+            raise self._loss() from error
 
-    def _await(self, done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        with self._news:
-            if not self._news.wait_for(lambda: done() or self._lost is not None, timeout_s):
-                raise TimeoutError(f"the ranks have not all {what} in {timeout_s:g} s")
+    def _await(self, done: Callable[[], bool], timeout_s: float | None, achievement: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: done() or self._lost is not None, timeout_s):
+                raise TimeoutError(f"the ranks have not all {achievement} in {timeout_s:g} s")
         if not done() and self._lost is not None:
-            raise self._why_lost()
+            raise self._loss()
 
-    def _why_lost(self) -> FerryError:
-        assert self._lost is not None, "asked only when ranks are lost"
+    def _loss(self) -> FerryError:
+        assert self._lost is not None, "only called after ranks were lost"
         return type(self._lost)(str(self._lost))
 
-    def _lose(self, why: str, kind: type[FerryError] = RanksLost) -> None:
-        """One rank is gone, or hangs: end the others, which may wait for it. From any thread."""
-        with self._news:
+    def _lose(self, reason: str, kind: type[FerryError] = RanksLost) -> None:
+        """Ends all ranks, because one is gone or hangs and the others may wait for it. Any thread may call this."""
+        with self._changed:
             if self._lost is not None or self._closing:
                 return
-            self._lost = kind(why)
-            self._news.notify_all()
+            self._lost = kind(reason)
+            self._changed.notify_all()
         if kind is RanksLost:
-            logger.error("ranks lost cause=%s pids=%s", why, ",".join(map(str, self.pids)))
+            logger.error("ranks lost cause=%s pids=%s", reason, ",".join(map(str, self.pids)))
         for rank in self._ranks:
             self._kill(rank)
-        self._wake()
+        self._report_callback()
 
     # ---- the reader's thread
 
@@ -333,10 +338,10 @@ class ProcessExecutor:
                         hangs = isinstance(error, TimeoutError)
                         self._lose(f"rank {rank.index} {'hangs' if hangs else self._end_status(rank)}")
                         continue
-                    self._take(rank, record, payload)
+                    self._on_message(rank, record, payload)
 
-    def _take(self, rank: _Rank, record: Any, payload: bytearray) -> None:
-        with self._news:
+    def _on_message(self, rank: _RankHandle, record: Any, payload: bytearray) -> None:
+        with self._changed:
             if isinstance(record, StepDone):
                 logits = None
                 if record.rows:
@@ -353,15 +358,15 @@ class ProcessExecutor:
                 rank.loaded = record
             elif isinstance(record, Connected):
                 rank.connected = record
-            elif isinstance(record, Progress):
-                show_progress(record)
-            self._news.notify_all()
+            self._changed.notify_all()
         if isinstance(record, RankFailed):
             kind = _OPERATOR_ERRORS.get(record.kind, RanksLost)
             self._lose(
                 record.text if kind is not RanksLost else f"rank {rank.index}: {record.kind}: {record.text}", kind
             )
+        elif isinstance(record, Progress):
+            show_progress(record)
         elif isinstance(record, PeerGone) and self._on_peer_lost is not None:
             self._on_peer_lost(record.engine, record.incarnation, record.reason)
         elif isinstance(record, Status) and record.report:
-            self._wake()
+            self._report_callback()
