@@ -1,4 +1,4 @@
-"""Choosing tokens: each setting by itself, distributions, and draws that depend on nothing but seed and place."""
+"""Sampling: each setting alone, distributions, and draws that depend on seed and place alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Each family gives the greedy tokens of transformers, on the same random weights, in float32."""
+"""Each family gives the greedy tokens of transformers, with the same random weights, in float32."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,12 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
+from tests.harness.oracle import load_oracle
 from tests.harness.tiny_model import make_tiny_model, whole_cache
 
 NUM_TOKENS = 10
 LENGTHS = (5, 40, 100)
-"""Shorter and longer than windows (7, 24), chunks (7, 128) and blocks (4, 16)."""
+"""Prompt lengths below and above those of windows (7, 24), chunks (7, 128) and blocks (4, 16)."""
 
 OLD_GEMMA = {
     "num_key_value_heads": 1,
@@ -67,11 +68,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.engine
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     family, changes, block_tokens = CASES[case]
     directory = make_tiny_model(tmp_path / "model", family, **changes)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    theirs = load_oracle(directory)
     want, logprobs = [], []
     with torch.inference_mode():
         for length in LENGTHS:

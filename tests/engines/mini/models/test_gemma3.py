@@ -13,6 +13,7 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import UnknownModel
 from tests.engines.mini.conftest import ask, finish, tokens_of
+from tests.harness.oracle import load_oracle
 from tests.harness.tiny_model import whole_cache
 
 NUM_TOKENS = 12
@@ -29,7 +30,7 @@ real = [
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    """From the package, converted on the first use on this machine."""
+    """The model of the package, which is converted at the first use on this machine."""
     torch.set_num_threads(1)
     return load_model(EngineSettings(model="gemma3-270m", dtype="float32"))
 
@@ -42,14 +43,12 @@ def _prompts(model: LoadedModel) -> list[list[int]]:
 
 
 class TestReal:
-    """The package's model."""
+    """Tests of the package's model."""
 
     pytestmark = real
 
     def test_greedy_tokens_are_those_of_transformers(self, model: LoadedModel) -> None:
-        from transformers import AutoModelForCausalLM
-
-        network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).eval()
+        network = load_oracle(model.directory)
         prompts, want = _prompts(model), []
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -69,7 +68,7 @@ class TestReal:
         assert "capital of the country" in model.tokenizer.decode(want[0])
 
     def test_text_becomes_the_tokens_of_sentencepiece(self, model: LoadedModel) -> None:
-        # As transformers 5.24 makes them of the same file.
+        # These are the values that transformers 5.24 makes from the same file.
         for text, tokens in (
             ("  two  spaces\n\n\ttab", [2, 138, 13498, 138, 35220, 108, 255968, 4823]),
             ("\u00c9mile \u00fcnd \u6771\u4eac \U0001f600 x", [2, 237642, 33432, 4741, 523, 86459, 163543, 1123]),

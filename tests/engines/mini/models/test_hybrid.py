@@ -1,6 +1,6 @@
 """Real networks on cache groups: prefix hits, chunks, preemption and blocks of any size change no token.
 
-That the tokens are right is shown beside each family, against transformers.
+The tests of each family compare the tokens with those of transformers.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "few blocks": {"block_tokens": 8, "max_batch_tokens": 32},
 }
 FEW = {"gemma3": 38, "mamba": 24}
-"""Blocks of 8 tokens: little more than the longest request needs."""
+"""Numbers of blocks of 8 tokens that are little more than the longest request needs."""
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[int, list[int]]:
-    """What each prompt is answered by itself, whole, in an empty cache."""
+    """The answer to each prompt alone, computed at once, in an empty cache."""
     engine = _engine(model, prefix_caching=False, num_blocks=100)
     found = {}
     for length in LENGTHS:
@@ -75,7 +75,7 @@ def test_hits_chunks_blocks_and_preemption_change_no_token(engine: Engine, alone
 
 
 def test_a_conversation_goes_on_behind_what_is_known(model: Path) -> None:
-    """Each turn repeats the one before and its answer, as chats do; with and without the prefix cache."""
+    """Each prompt repeats the previous one and its answer, as in chats; with and without the prefix cache."""
     with_cache = _engine(model, block_tokens=8, num_blocks=300)
     without = _engine(model, block_tokens=8, num_blocks=300, prefix_caching=False)
     tokens = prompt_of(30, 1)

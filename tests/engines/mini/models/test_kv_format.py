@@ -1,4 +1,4 @@
-"""Keys and values in other formats than the model computes in: what is stored, what is read, what peers are told."""
+"""Keys and values in formats other than the model computes in: what is stored and read, and what peers receive."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.engines.mini.conftest import ask, finish, prompt_of, tokens_of
 from tests.harness.tiny_model import make_tiny_model
 
 SLOTS = (torch.tensor([2, 1, 2]), torch.tensor([0, 3, 1]))
-"""Of three tokens."""
+"""The blocks and places of three tokens."""
 
 
 def _pages(kv: KvFormat, *, latent: bool = False) -> LayerPages:
@@ -51,13 +51,13 @@ def _read(pages: LayerPages) -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=["fp32", "bf16", "fp8", "fp8 with scales", "fp8 by token"],
 )
-def test_what_is_read_is_what_store_said_and_near_to_what_was_given(kv: KvFormat, error: float, latent: bool) -> None:
+def test_store_returns_what_is_read_which_is_near_to_what_was_given(kv: KvFormat, error: float, latent: bool) -> None:
     pages = _pages(kv, latent=latent)
     given = tuple(torch.randn(3, 1 if latent else 2, 16) * 20 for _ in range(1 if latent else 2))
-    said = pages.store(given, SLOTS)
+    returned = pages.store(given, SLOTS)
     read = _read(pages)
-    for x, told, found in zip(given, said, read, strict=False):
-        assert torch.equal(told, found)
+    for x, stored, found in zip(given, returned, read, strict=False):
+        assert torch.equal(stored, found)
         assert (found - x).abs().max() <= error * x.abs().max()
 
 
@@ -78,7 +78,7 @@ def test_a_scale_lets_large_values_in() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e4m3_token"])
 def test_chunks_and_prefix_hits_change_no_token(tmp_path: Path, family: str, kv_dtype: str) -> None:
-    # A chunk must see its own tokens as later ones will: as they were stored.
+    # A chunk must see its own tokens as later chunks will see them: as they were stored.
     directory = make_tiny_model(tmp_path / "model", family)
     answers = []
     for chunk in (7, 128):
@@ -104,14 +104,14 @@ def test_scales_of_the_checkpoint_are_part_of_the_encoding(tmp_path: Path) -> No
     model = _with_scales(make_tiny_model(tmp_path / "m"), k_scale=torch.tensor([0.0125]), v_scale=torch.tensor(2.0))
     settings = EngineSettings(model=str(model), dtype="float32", kv_dtype="fp8_e4m3", num_blocks=4)
     _, executor = build_executor(settings)
-    told = {(t.layer, t.part): t.encoding for t in executor.layouts[0].tensors}
+    encodings = {(t.layer, t.part): t.encoding for t in executor.layouts[0].tensors}
     scale = torch.tensor(0.0125).item()
-    assert told["layers.1.attn", "k"] == f"fp8_e4m3:{scale!r}"
-    assert told["layers.1.attn", "v"] == "fp8_e4m3:2.0"
-    assert told["layers.0.attn", "k"] == "fp8_e4m3"
+    assert encodings["layers.1.attn", "k"] == f"fp8_e4m3:{scale!r}"
+    assert encodings["layers.1.attn", "v"] == "fp8_e4m3:2.0"
+    assert encodings["layers.0.attn", "k"] == "fp8_e4m3"
 
 
-def test_a_scale_that_is_none_says_so(tmp_path: Path) -> None:
+def test_a_scale_that_is_not_positive_is_refused(tmp_path: Path) -> None:
     for i, bad in enumerate((torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2))):
         model = _with_scales(make_tiny_model(tmp_path / str(i)), k_scale=bad)
         settings = EngineSettings(model=str(model), kv_dtype="fp8_e4m3")

@@ -1,10 +1,6 @@
-"""Finding and loading models: every family against transformers, every kind of broken input with its message."""
+"""Finding and loading models: every family against transformers, and the message for each kind of bad input."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvferry.engines.mini.cache.plan import cache_flag
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.catalog import model_directory
-from kvferry.engines.mini.models.gguf import conversion
 from kvferry.engines.mini.models.loading import LoadedModel, load_model
 from kvferry.engines.mini.models.parallel import Shard
 from kvferry.engines.mini.models.progress import Progress, ProgressState, set_progress_display
 from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, UnknownModel
-from kvferry.layout.description import MemoryKind
 from tests.engines.mini.conftest import ask, finish, prompt_of
+from tests.harness.oracle import load_oracle
 from tests.harness.tiny_model import make_tiny_model, whole_cache
 
 ROPE = {"rope_theta": 10000.0}
@@ -64,11 +58,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.engine
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
-    from transformers import AutoModelForCausalLM
-
     family, changes = CASES[case]
     directory = make_tiny_model(tmp_path / "model", family, **changes)
-    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    theirs = load_oracle(directory)
     prompt = prompt_of(100)
     with torch.inference_mode():
         want = torch.log_softmax(theirs(torch.tensor([prompt])).logits[0, -1], -1)
@@ -149,7 +141,7 @@ def _load(path: Path) -> LoadedModel:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A good one, to break."""
+    """A good model, for tests that damage it."""
     return make_tiny_model(tmp_path / "model")
 
 
@@ -302,164 +294,3 @@ def test_bad_devices_are_named(model: Path) -> None:
     for device, message in (("gpu", "device='gpu' is unknown"), ("meta", "not supported"), ("cuda:99", "torch sees")):
         with pytest.raises(ConfigError, match=message):
             load_model(EngineSettings(model=str(model), device=device))
-
-
-def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
-    settings = EngineSettings(cache_bytes=20_000)
-    one = 3 * 2 * 2 * 16 * 16 * 4
-    with pytest.raises(
-        ConfigError, match=rf"cache_bytes=20000 holds 1 blocks of {one} bytes.*{2 * one} or more"
-    ) as told:
-        whole_cache(tiny_model, settings)
-    flag = float(str(told.value).split("--cache-gb ")[1].rstrip(")."))
-    assert 2 * one <= flag * (1 << 30) <= 2 * one + 1100, "the flag that is named counts GiB, and is enough"
-
-
-def test_the_largest_cache_is_named_as_its_flag_counts_it() -> None:
-    assert cache_flag(14_973_050_880, at_least=False) == "--cache-gb 13.94474"
-    assert cache_flag(14_973_050_880, at_least=True) == "--cache-gb 13.944741"
-    assert cache_flag(10 << 30, at_least=True) == "--cache-gb 10"
-
-
-def test_the_layout_names_every_byte(tiny_model: LoadedModel) -> None:
-    cache = whole_cache(tiny_model, EngineSettings(num_blocks=5))
-    layout = cache.layout()
-    region = layout.regions[0]
-    assert (region.address, region.num_bytes, region.kind) == (
-        cache.data.data_ptr(),
-        cache.data.nbytes,
-        MemoryKind.DRAM,
-    )
-    flat = cache.data.view(torch.uint8).flatten()
-    for tensor in layout.tensors:
-        head, dim = tensor.axes
-        assert (head.name, head.extent, dim.name, dim.extent) == ("head", 2, "dim", 16)
-        layer, part = int(tensor.layer.split(".")[1]), "kv".index(tensor.part)
-        assert tensor.paging.token_stride_bytes is not None
-        at = (
-            tensor.offset_bytes
-            + 3 * tensor.paging.block_stride_bytes
-            + 7 * tensor.paging.token_stride_bytes
-            + head.stride_bytes
-            + 5 * dim.stride_bytes
-        )
-        cache.view(f"layers.{layer}.attn", "kv"[part])[3, 1, 7, 5] = 42.0
-        assert flat[at : at + 4].view(torch.float32).item() == 42.0
-        cache.data.zero_()
-
-
-# GGUF
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """KVFERRY_CACHE in a folder of the test."""
-    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "models"
-
-
-def _write_gguf(path: Path, *, arch: str = "llama", seed: int = 0) -> None:
-    import gguf
-    import numpy as np
-
-    random = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), arch)
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    tokens = ["<eos>", "a", "b", "ab"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 1, 1, 1])
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(0)
-    shapes = {"token_embd": (4, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
-    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
-    shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32)}
-    shapes |= {"blk.0.ffn_down": (32, 48)}
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", random.standard_normal(shape).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_becomes_a_directory_named_after_its_content(own_cache: Path, tmp_path: Path) -> None:
-    one, copy, other = tmp_path / "m.gguf", tmp_path / "sub" / "m.gguf", tmp_path / "other" / "m.gguf"
-    copy.parent.mkdir()
-    other.parent.mkdir()
-    _write_gguf(one)
-    shutil.copy(one, copy)
-    _write_gguf(other, seed=1)
-    assert model_directory(str(one)) == model_directory(str(copy)) != model_directory(str(other))
-    model = load_model(EngineSettings(model=str(one), dtype="float32"))
-    assert model.config.tied_embeddings
-    assert model.config.norm_eps == 1e-5
-    assert model.tokenizer.encode("abba") == [3, 2, 1]
-    assert model.config.eos_token_ids == (0,)
-    assert sorted(path.name for path in own_cache.iterdir()) == sorted(
-        {model_directory(str(one)).name, model_directory(str(other)).name}
-    ), "no temporary directory is left"
-
-
-def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    _write_gguf(file)
-    code = f"from kvferry.engines.mini.models.catalog import model_directory; print(model_directory({str(file)!r}))"
-    environment = {**os.environ, "KVFERRY_CACHE": str(own_cache.parent)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(3)
-    ]
-    found = {process.communicate(timeout=60)[0].strip() for process in running}
-    assert [process.returncode for process in running] == [0, 0, 0]
-    assert len(found) == 1
-    assert [path.name for path in own_cache.iterdir()] == [Path(found.pop()).name]
-
-
-def test_the_loser_of_the_race_uses_what_is_there(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "m.gguf"
-    _write_gguf(file)
-    convert = conversion._convert
-
-    def slow(source: Path, out: Path) -> None:
-        convert(source, out)
-        target = out.parent / out.name[1:].rsplit(".", 1)[0]
-        shutil.copytree(out, target)  # the other process is first
-
-    monkeypatch.setattr(conversion, "_convert", slow)
-    assert load_model(EngineSettings(model=str(file), dtype="float32")).config.num_layers == 1
-    assert len(list(own_cache.iterdir())) == 1
-
-
-def test_broken_and_foreign_gguf_files(own_cache: Path, tmp_path: Path) -> None:
-    file = tmp_path / "m.gguf"
-    file.write_bytes(b"not a gguf file")
-    with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
-        model_directory(str(file))
-    _write_gguf(file)
-    file.write_bytes(file.read_bytes()[:-4000])
-    with pytest.raises(UnknownModel, match=r"m\.gguf' cannot be read as GGUF"):
-        model_directory(str(file))
-    _write_gguf(file, arch="mamba")
-    with pytest.raises(UnknownModel, match="architecture 'mamba'"):
-        model_directory(str(file))
-    assert not list(own_cache.iterdir()), "nothing half-made is left"
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "m.gguf"
-    _write_gguf(file)
-    (tmp_path / "taken").write_text("a file, not a folder")
-    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "taken"))
-    with pytest.raises(ConfigError, match="Set KVFERRY_CACHE"):
-        model_directory(str(file))

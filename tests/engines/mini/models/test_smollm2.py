@@ -13,6 +13,7 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.modelfiles import smollm2_file
 from tests.engines.mini.conftest import ask, finish, tokens_of
+from tests.harness.oracle import load_oracle
 from tests.harness.tiny_model import whole_cache
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -23,14 +24,14 @@ NUM_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    """From the package, converted on the first use on this machine."""
+    """The model of the package, which is converted at the first use on this machine."""
     torch.set_num_threads(1)
     return load_model(EngineSettings(model="smollm2", dtype="float32"))
 
 
 @pytest.fixture(scope="module")
 def prompts(model: LoadedModel) -> dict[int, list[int]]:
-    """Pieces of Python's language reference, each from another place."""
+    """Pieces of Python's language reference, each from a different place."""
     text = "\n".join(pydoc_data.topics.topics.values())
     tokens = model.tokenizer.encode(text[:200_000])
     starts = iter(range(0, len(tokens), len(tokens) // (len(LENGTHS) + 2)))
@@ -39,10 +40,8 @@ def prompts(model: LoadedModel) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def oracle(model: LoadedModel, prompts: dict[int, list[int]]) -> dict[int, list[int]]:
-    """What transformers says, once a session."""
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).eval()
+    """The answers of transformers, computed once per session."""
+    network = load_oracle(model.directory)
     answers = {}
     for length, prompt in prompts.items():
         ids = torch.tensor([prompt])
@@ -86,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers(
     def collect() -> None:
         answers.update({int(name): tokens_of(outputs) for name, outputs in finish(engine).items()})
 
-    # Long and short ones mixed, so that prompts are computed beside answers.
+    # Long and short prompts are mixed, so that prompts are computed beside answers.
     for length in sorted(prompts, key=lambda n: n % 7):
         engine.add(ask(str(length), prompts[length], max_tokens=NUM_TOKENS))
         if not batched:
@@ -96,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 def test_the_converted_weights_are_those_of_transformers(model: LoadedModel) -> None:
-    """Bit for bit, for a sample of tensors of each kind; reading the whole GGUF in transformers takes 14 s."""
+    """Compares one tensor of each kind bit for bit; reading the whole GGUF file in transformers takes 14 s."""
     import gguf
     from safetensors import safe_open
 

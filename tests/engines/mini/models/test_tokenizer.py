@@ -1,4 +1,4 @@
-"""Text out of tokens: whole characters, spaces, stop strings over token borders, chat templates."""
+"""Text from tokens: complete characters, spaces, stop strings across tokens, chat templates."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.harness.tiny_model import make_tiny_model
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Byte-level: every character beyond ASCII is several tokens."""
+    """A byte-level tokenizer: every character beyond ASCII is several tokens."""
     return Tokenizer.from_directory(make_tiny_model(tmp_path_factory.mktemp("text") / "m"))
 
 

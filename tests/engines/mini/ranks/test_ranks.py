@@ -1,6 +1,6 @@
-"""Tensor and pipeline parallel: many rank processes compute what one rank computes, and live and die together.
+"""Tensor and pipeline parallel: several rank processes compute what one rank computes, and live and die together.
 
-One launcher for all tests here: it loads torch once, and a set of ranks is a fork of it.
+All tests here share one launcher: it loads torch once, and forks every set of ranks.
 """
 
 import os
@@ -15,6 +15,7 @@ import torch
 from kvferry.connector.base import StepOrders
 from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.models.progress import Progress, ProgressState, set_progress_display
 from kvferry.engines.mini.ranks.build import build_executor
 from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.ranks.launcher import Launcher
@@ -31,13 +32,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.process, pytest.mark.timeout(180)]
 
 SHAPES = ((2, 1), (1, 2), (2, 2))
 THOROUGHLY = ("llama", "gemma3")
-"""Families that are tried in every shape; the others in the last one, which has everything."""
+"""The families that are tested in every shape; the others are tested in the last one, which has everything."""
 LENGTHS = (5, 17, 40, 130)
 
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    """Shared by all sets of ranks. After it, none of them is left."""
+    """The launcher of all sets of ranks. When it ends, none of them is left."""
     with_torch = Launcher()
     yield with_torch
     with_torch.close()
@@ -51,7 +52,7 @@ def _settings(directory: Path, **changes: Any) -> EngineSettings:
 
 @pytest.fixture
 def make_ranked(launcher: Launcher) -> Iterator[Any]:
-    """Engines on ranks; closed after the test, whatever happened."""
+    """Makes engines on ranks, and closes them after the test, whatever happened."""
     engines: list[Engine] = []
 
     def make(settings: EngineSettings, *, revives: bool = False) -> Engine:
@@ -68,9 +69,9 @@ def make_ranked(launcher: Launcher) -> Iterator[Any]:
 
 
 def _logits(executor: Executor, prompt: list[int]) -> torch.Tensor:
-    """Of every token of a prompt: all but three at once, then two, and then one, as decoding does.
+    """Returns the logits of every token of a prompt: all but three at once, then two, and then one, as in decoding.
 
-    Each cache group has blocks of its own, which are clean: nothing else was computed yet.
+    Each cache group has clean blocks of its own, because nothing else was computed yet.
     """
     size, tables = 1 + len(prompt) // 16, []
     for group, spec in enumerate(executor.layouts[0].groups):
@@ -96,7 +97,7 @@ def _answers(engine: Engine, **sampling: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_ranks_compute_what_one_rank_computes(family: str, tmp_path: Path, make_ranked: Any) -> None:  # R23, R36
-    """Logits of every token, and greedy tokens of requests that are batched, cut and preempted in any way."""
+    """Compares the logits of every token, and the greedy tokens of requests that are batched, cut and preempted."""
     directory = make_tiny_model(tmp_path / family, family)
     alone = Engine.load(_settings(directory))
     want_logits, want = _logits(alone.executor, prompt_of(50, 9)), _answers(alone)
@@ -126,7 +127,7 @@ def test_kv_heads_are_split_unevenly_or_replicated(
 
 
 def test_ranks_agree_on_the_smallest_cache_and_name_their_layers(tmp_path: Path, make_ranked: Any) -> None:
-    """Three layers over two stages: the first stage has two of them, so half as many blocks fit there."""
+    """With three layers on two stages, the first stage has two of them, so it has room for half as many blocks."""
     directory = make_tiny_model(tmp_path / "m")
     engine = make_ranked(_settings(directory, pp=2, num_blocks=None, cache_bytes=1 << 20))
     two_layers = 2 * 2 * 2 * 16 * 16 * 4
@@ -231,7 +232,7 @@ def test_a_rank_that_fails_says_how(tmp_path: Path, make_ranked: Any) -> None:
 
 
 def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, make_ranked: Any) -> None:
-    """A request that ended in that step ended well, and its client hears it."""
+    """A request that ended in that step ended well, and its client receives the output."""
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2), revives=True)
     engine.add(ask("ends", prompt_of(20), max_tokens=1))
     engine.add(ask("open", prompt_of(20), max_tokens=100))
@@ -258,6 +259,17 @@ def test_a_rank_that_stands_still_is_taken_for_dead(tmp_path: Path, make_ranked:
         finish(engine)
 
 
+def test_progress_of_a_rank_reaches_the_display_of_the_engines_process(tmp_path: Path, make_ranked: Any) -> None:
+    shown: list[Progress] = []
+    set_progress_display(shown.append)
+    try:
+        make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2))
+    finally:
+        set_progress_display(None)
+    done = [progress.title for progress in shown if progress.state is ProgressState.DONE]
+    assert done == [f"load {tmp_path / 'm'}"]
+
+
 @pytest.mark.parametrize(
     ("changes", "settings", "error", "message"),
     [
@@ -267,14 +279,19 @@ def test_a_rank_that_stands_still_is_taken_for_dead(tmp_path: Path, make_ranked:
             ConfigError,
             r"tp=4 does not divide the model's 6 attention heads.* --tp with one of 1, 2, 3, 6",
         ),
-        ({}, {"pp": 4}, ConfigError, r"pp=4 stages, and the model has 3 layers: .* Use --pp 3 or fewer"),
+        ({}, {"pp": 4}, ConfigError, r"pp=4 stages for the model's 3 layers: .* Use --pp 3 or fewer"),
         ({}, {"tp": 2, "num_blocks": None, "cache_bytes": 100}, ConfigError, "cache_bytes=100 holds 0 blocks"),
         ({}, {"tp": 2, "model": "/nowhere"}, UnknownModel, "there is no model at '/nowhere'"),
-        ({}, {"tp": 2, "num_blocks": 1 << 40}, ConfigError, "no memory for 2 ranks with a cache of .* Set cache_bytes"),
+        (
+            {},
+            {"tp": 2, "num_blocks": 1 << 40},
+            ConfigError,
+            "no memory for 2 ranks whose caches need .* Set cache_bytes",
+        ),
     ],
     ids=["tp", "pp", "cache", "model", "memory"],
 )
-def test_bad_input_is_told_in_the_operators_words(
+def test_bad_input_gives_an_error_with_the_operators_flags(
     changes: dict[str, Any],
     settings: dict[str, Any],
     error: type[Exception],

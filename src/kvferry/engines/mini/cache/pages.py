@@ -13,10 +13,10 @@ from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.models.cache_spec import CachePart
 from kvferry.engines.mini.models.kv_format import FP8_MAX
 
-__all__ = ["LayerPages"]
+__all__ = ["LayerPages", "Slots"]
 
 Slots = tuple[torch.Tensor, torch.Tensor]
-"""The block of each token, and its place in the block."""
+"""A slot for each token: its block, and its place in the block."""
 
 
 class LayerPages:

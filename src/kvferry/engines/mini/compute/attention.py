@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engines.mini.cache.pages import LayerPages
+from kvferry.engines.mini.cache.pages import LayerPages, Slots
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.compute.tiles import Merged, attend_tile
 from kvferry.engines.mini.models.families.base import Sequences
@@ -24,7 +24,7 @@ from kvferry.engines.mini.step import ChunkInput
 __all__ = ["StepBatch"]
 
 WASTE_TOKENS = 512
-"""Decoding requests chunk a call unless it would read more padding than this."""
+"""Decoding requests share a call unless it would read more padding than this."""
 TILE_BYTES = 1 << 20
 """The size of the keys and values of a tile."""
 
@@ -52,7 +52,7 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Decoding requests that chunk calls."""
+    """Decoding requests that share calls."""
 
     tokens: torch.Tensor | None
     """Their rows in the batch; None: the first `size` rows."""
@@ -75,7 +75,8 @@ class _Chunk:
 class _Plan:
     """The calls of one cache group."""
 
-    slots: tuple[torch.Tensor, torch.Tensor]
+    slots: Slots
+    """The slot of each token of the step."""
     decodes: list[_Decode]
     chunks: list[_Chunk]
 
@@ -127,7 +128,7 @@ class StepBatch:
                 num_decoding=self._num_decoding,
                 starts=tuple(int(stop) - len(r) for stop, r in zip(stops, self._ranges, strict=True)),
                 stops=tuple(map(int, stops)),
-                slots=self._tensor([chunk.tables[group].block_ids[0] for chunk in self._chunks]),
+                state_blocks=self._tensor([chunk.tables[group].block_ids[0] for chunk in self._chunks]),
             )
         return self._sequences[group]
 
@@ -150,14 +151,14 @@ class StepBatch:
             q = queries[: group.size] if group.tokens is None else queries[group.tokens]
             merged = Merged()
             for tile in group.tiles:
-                # Heads that chunk keys are rows of one small matrix, so the keys are read once.
+                # Heads that share keys are rows of one small matrix, so the keys are read once.
                 merged.add(attend_tile(q.reshape(group.size, heads, shared, dim), *tile.read(pages), tile.bias, scale))
             mixed = merged.result().reshape(group.size, num_heads, dim)
             if group.tokens is None and group.size == num_tokens:
                 return mixed
             out[slice(group.size) if group.tokens is None else group.tokens] = mixed
         for chunk in plan.chunks:
-            # Heads that chunk keys are a second axis of heads, over which keys are repeated without a copy.
+            # Heads that share keys are a second axis of heads, over which keys are repeated without a copy.
             q = queries[chunk.first : chunk.last].view(-1, heads, shared, dim).permute(1, 2, 0, 3)
             merged = Merged()
             for tile in chunk.past:

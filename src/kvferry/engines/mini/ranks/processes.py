@@ -282,9 +282,8 @@ class ProcessExecutor:
 
     def _send_all(self, record: object) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(
-                FerryError
-            ):  # a lost rank needs no message, and the next step reports the loss to the engine
+            # A lost rank needs no message, and the next step reports the loss to the engine.
+            with contextlib.suppress(FerryError):
                 self._send(rank, record)
 
     # ---- inside

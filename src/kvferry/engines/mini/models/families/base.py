@@ -28,8 +28,8 @@ class Sequences:
     stops: tuple[int, ...]
     """The row after each request's last token."""
 
-    slots: torch.Tensor
-    """[requests] The index of each request's state on the first axis of `Batch.state`. A state is zero at token 0."""
+    state_blocks: torch.Tensor
+    """[requests] The block of each request's state, an index of `Batch.state`. A new request has zeros there."""
 
 
 class Batch(Protocol):
@@ -74,7 +74,7 @@ class Batch(Protocol):
         ...
 
     def state(self, layer: str, part: str) -> torch.Tensor:
-        """Returns one part of a layer's states [slots, ...]; read and write it in place, at the batch's slots only."""
+        """Returns one part of a layer's states [num_blocks, ...]. Read and write it in place, at `state_blocks`."""
         ...
 
 

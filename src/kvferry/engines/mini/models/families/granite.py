@@ -243,7 +243,7 @@ class Mamba2:
         mixed = torch.empty(len(x), self._num_heads, self._shape.head_dim, dtype=torch.float32, device=x.device)
         sequences = batch.sequences(self._layer)
         states = [batch.state(self._layer, part) for part in STATE_PARTS]
-        before = [state[sequences.slots] for state in states]
+        before = [state[sequences.state_blocks] for state in states]
         after = [state.clone() for state in before]
         if sequences.num_decoding:
             rows = slice(0, sequences.num_decoding)
@@ -256,7 +256,7 @@ class Mamba2:
             for state, moved in zip(after, new, strict=True):
                 state[i] = moved
         for state, moved in zip(states, after, strict=True):
-            state[sequences.slots] = moved
+            state[sequences.state_blocks] = moved
         return output(self._output, self._gated(mixed.flatten(1), gate).to(x.dtype), self._shard)
 
     def _steps(

@@ -58,9 +58,8 @@ def scan(
     for start in range(0, x.shape[1], CHUNK_TOKENS):
         piece = slice(start, start + CHUNK_TOKENS)
         xs, ws, bs, cs = x[:, piece], dt[:, piece], b[:, piece], c[:, piece]
-        faded = (decay[:, None] * ws).cumsum(
-            1
-        )  # log of how much of the state before the chunk is left after each token
+        # The logarithm of how much of the state before the chunk is left after each token.
+        faded = (decay[:, None] * ws).cumsum(1)
         left = faded[:, :, None] - faded[:, None, :]
         future = torch.ones(left.shape[1:], dtype=torch.bool, device=x.device).triu(1)
         left = left.masked_fill(future, float("-inf")).exp()
