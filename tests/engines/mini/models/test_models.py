@@ -150,6 +150,16 @@ def test_no_such_path() -> None:
         model_directory("/does/not/exist")
 
 
+def test_a_hub_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "models--org--tiny"
+    make_tiny_model(home / "snapshots" / "abc123")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc123")
+    assert model_directory("org/tiny") == home / "snapshots" / "abc123"
+    assert load_model(EngineSettings(model="org/tiny", dtype="float32")).config.num_layers == 3
+
+
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("hello")
