@@ -1,1 +1,1 @@
-"""What tests need, for users too: a fake clock, a transport with faults, conformance suites, a simulator."""
+"""Shipped for users' tests too: suites that every transport and every engine must pass, a fake clock, a simulator."""
