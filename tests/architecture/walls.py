@@ -49,7 +49,8 @@ ROUTER_DISPATCH = ROUTER_UPSTREAM | {
 }
 
 ROOMS: Mapping[str, set[str]] = {
-    "": GROUND | {"connector", "connector.base", "connector.engine", "connector.worker", "handshake"},
+    # What `kvferry` itself offers to engines' authors, for type checkers: at run time it loads nothing.
+    "": BELOW_HANDOFF | {"connector", "connector.base", "connector.engine", "connector.worker", "handshake"},
     "__main__": {"cli"},
     "ids": set(),
     "errors": set(),
@@ -128,7 +129,10 @@ ROOMS: Mapping[str, set[str]] = {
     "router.answer": ROUTER_UPSTREAM | {"router.client_body"},
     "router.dispatch": ROUTER_DISPATCH,
     "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch"},
-    "testing": BELOW_HANDOFF | {"transport.base", "transport.registry", "transport.memory"} | CONNECTOR,
+    "testing": BELOW_HANDOFF
+    | {"transport.base", "transport.registry", "transport.memory"}
+    | CONNECTOR
+    | {"connector.engine", "connector.scheduler", "connector.worker"},
     "testing.simulator": MACHINE | {"handoff.decode", "handoff.prefill", "testing"},
     "cli": {"*"},
 }

@@ -29,7 +29,7 @@ from kvferry.settings import FailurePolicy, FerrySettings, LeaseSettings, Role, 
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["ConnectorSuite", "Contract", "ContractBroken", "Ended", "EngineUnderTest", "prompt_of"]
+__all__ = ["ConnectorSuite", "Contract", "ContractBroken", "Ended", "EngineUnderTest", "Pair", "prompt_of"]
 
 _PAUSE = threading.Event()
 _MODES = [TransferMode.PULL, TransferMode.PUSH]
