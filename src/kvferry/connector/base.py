@@ -3,7 +3,7 @@
 The scheduler half knows requests, ids and counts, and no memory. The worker half knows memory, and never decides who
 runs. The methods follow vLLM's KVConnectorBase_V1, so that both engines' plug-ins stay thin.
 
-Life of a request on prefill:  on_new_request -> (computed(...) after each chunk) -> request_finished -> blocks are held
+Life of a request on prefill:  on_new_request -> (computed(...) after each chunk) -> request_finished -> blocks are kept
                                -> update() names the transfer in `released` -> the engine frees them.
 Life of a request on decode:   on_new_request -> match -> after_alloc -> update(): landed | failed -> (released)
 """
@@ -40,16 +40,16 @@ __all__ = [
 
 
 class RequestView(Protocol):
-    """What the scheduler half may see of an engine's request."""
+    """What the scheduler half reads of an engine's request."""
 
     @property
     def request_id(self) -> RequestId:
-        """Unique in the engine."""
+        """The request's name, unique in the engine."""
         ...
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
+        """The length of the prompt."""
         ...
 
     @property
@@ -59,39 +59,39 @@ class RequestView(Protocol):
 
     @property
     def on_failure(self) -> FailurePolicy | None:
-        """What the client wants if its KV does not arrive; None: what the worker's settings say. R29."""
+        """What the client wants if its KV does not arrive (R29). None means what the engine's settings say."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many tokens beyond the engine's own prefix hits another engine will bring."""
+    """How many tokens after the engine's own prefix hits another engine will bring."""
 
     num_tokens: int = 0
-    """0: nothing comes from outside; compute it."""
+    """0 means that nothing comes from outside: compute the prompt."""
     wait: bool = False
-    """Ask again at the next step: the peer is not known yet. `num_tokens` means nothing."""
+    """The peer is not known yet: ask again at the next step. `num_tokens` means nothing."""
     reason: str = ""
-    """Why nothing comes although it was asked for: shown to the user in the accounting of prompt tokens."""
+    """Why nothing comes although the request names a peer. It is shown in the account of the prompt's tokens."""
     error: str = ""
-    """The policy is to fail: end the request with this message."""
+    """Set if the policy is to fail: end the request with this message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became known since the last step, over all ranks; each transfer is once in `landed`, `failed` or `fatal`.
+    """What became known since the last step, over all ranks. A transfer is in `landed`, `failed` or `fatal` once.
 
-    `Landed.note`, if not empty, is a first token (wire.first_token) that no router could carry: push mode.
+    `Landed.note`, if not empty, is the first token (wire.first_token), which in push mode no router could carry.
     """
 
     landed: tuple[Landed, ...] = ()
     failed: tuple[Failed, ...] = ()
     """The engine computes these requests itself. Their blocks stay the connector's until `released`: give the requests
-    fresh ones, or, where `released` names the transfer too, keep what arrived whole."""
+    fresh ones, or, if `released` names the transfer in the same outcome, keep what arrived whole."""
     fatal: tuple[Failed, ...] = ()
-    """The engine ends these requests with the reason: their policy is to fail. Blocks as above."""
+    """The engine ends these requests with the reason, for their policy is to fail. Their blocks are kept as above."""
     released: tuple[TransferId, ...] = ()
-    """Blocks held for these transfers are the engine's again."""
+    """Blocks that were kept for these transfers are the engine's again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,30 +132,32 @@ class EngineIdentity:
 
 
 class SchedulerHalf(Protocol):
-    """Called on the engine's thread only. Never blocks, does no I/O."""
+    """Called on the engine's thread only. It never blocks, and does no I/O."""
 
     def handoff_tokens(self, num_prompt_tokens: int) -> int:
-        """How many tokens of a prompt prefill computes and hands over; decode computes the others (R32). Both sides
-        count alike: see connector.lookahead."""
+        """Return how many tokens of a prompt prefill computes and hands over; decode computes the others (R32).
+
+        Both sides must count alike; connector.lookahead has the counts.
+        """
         ...
 
     def on_new_request(self, request: RequestView) -> None:
-        """A request has arrived. Once a request, before anything else about it."""
+        """A request has arrived. Called once per request, before anything else about it."""
         ...
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:
-        """How many tokens after the engine's own `num_cached_tokens` come from outside. No lasting effect."""
+        """Return how many tokens after the engine's own `num_cached_tokens` come from outside. May be called often."""
         ...
 
     def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
-        """Blocks for the matched tokens are there: start the hand-off into them. The request waits for `update`.
+        """Blocks for the matched tokens are allocated: start the hand-off into them. The request waits for `update`.
 
         The blocks are the connector's from here until `landed`, or until `released` after `failed` or an abort.
         """
         ...
 
     def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
-        """Prefill: KV of [0, num_computed_tokens) is stored. Called after each chunk of a do_remote_decode request."""
+        """Prefill: the KV of [0, num_computed_tokens) is stored. Called after each chunk of such a request."""
         ...
 
     def request_finished(
@@ -167,17 +169,19 @@ class SchedulerHalf(Protocol):
         first_token: FirstToken | None,
         aborted: bool,
     ) -> tuple[TransferId | None, HandoffParams | None]:
-        """The request has ended. A transfer id: keep its blocks until `update` releases it. Params: return them.
+        """The request has ended. Called once for every request, whatever it was doing.
 
-        Called once for every request, also for aborted ones and ones that wait for a hand-off. `aborted` also where
-        nobody will decode: the first token ended the request, or an error did.
+        If a transfer id is returned, keep the request's blocks until `update` releases it. If parameters are returned,
+        they are the answer's `kv_transfer_params`. `aborted` is also true for a prefill request that no engine will
+        decode: its first token ended it, or an error did.
         """
         ...
 
     def preempted(self, request: RequestView) -> TransferId | None:
         """The engine wants the request's blocks back, to run it again later.
 
-        A transfer id: a peer may be reading them; hold them until `update` releases it. None: they are free at once.
+        If a transfer id is returned, a peer may be reading them: keep them until `update` releases it. Else they are
+        free at once.
         """
         ...
 
@@ -190,27 +194,27 @@ class SchedulerHalf(Protocol):
         ...
 
     def build_orders(self) -> StepOrders:
-        """Everything the worker halves have to know, once a step."""
+        """Return all that the worker halves have to know. Called once per step."""
         ...
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
-        """What the workers reported, a report a rank."""
+        """Take the worker halves' reports, and return what became known."""
         ...
 
     def has_pending_work(self) -> bool:
-        """The engine must keep stepping (or polling) although no request runs."""
+        """True if the engine must keep stepping although no request runs."""
         ...
 
 
 class WorkerHalf(Protocol):
-    """Called on the thread that runs the model. Never raises, never blocks: a driver thread does the work."""
+    """Called on the thread that runs the model. It never raises and never blocks: a driver thread does the work."""
 
     def start_step(self, orders: StepOrders) -> None:
-        """Before or after the forward pass; once a step."""
+        """Take orders. Called once per step, before or after the forward pass."""
         ...
 
     def end_step(self) -> StepReport:
-        """After the forward pass; what has ended since the last call."""
+        """Return what has ended since the last call. Called after the forward pass."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler half remembers of its hand-offs, and the records that it fills. No decision is taken here."""
+"""What the scheduler half remembers of its hand-offs, and the records that it fills. It decides nothing."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,9 +20,10 @@ class PrefillHandoff:
     transfer: TransferId
     finished: bool = False
     """The request has ended, and its blocks are held for the peer."""
-    unwanted: str = ""
-    """Why nobody will take it. Set while the request runs: withdrawn when it ends."""
+    withdrawn_reason: str = ""
+    """Why no decode engine will take it. If it is set while the request runs, it is withdrawn when the request ends."""
     released_by: int = 0
+    """The number of ranks that have released its blocks."""
 
 
 @dataclass(slots=True)
@@ -35,18 +36,21 @@ class DecodeHandoff:
     incarnation: Incarnation | None
     num_tokens: int
     policy: FailurePolicy
-    held: bool = False
+    kept_alive: bool = False
+    """The worker halves keep the prefill side's grant alive."""
     started: bool = False
-    told: bool = False
-    """The engine knows how it ended, or asked for the end itself."""
+    """It has blocks, and a Fetch was ordered."""
+    outcome_reported: bool = False
+    """The outcome was already reported to the engine, or the engine cancelled; do not report it again."""
     landed: list[Landed] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     released_by: int = 0
+    """The number of ranks that have released its blocks."""
 
 
 @dataclass(slots=True)
 class OrdersBuilder:
-    """Orders for the next step."""
+    """Collects the orders for the next step."""
 
     offer: dict[TransferId, Offer] = field(default_factory=dict)
     withdraw: list[Withdraw] = field(default_factory=list)
@@ -55,7 +59,7 @@ class OrdersBuilder:
     cancel: list[Cancel] = field(default_factory=list)
 
     def orders(self) -> StepOrders:
-        """The record that goes to the worker halves."""
+        """Return the record that goes to the worker halves."""
         return StepOrders(
             offer=tuple(self.offer.values()),
             withdraw=tuple(self.withdraw),
@@ -67,7 +71,7 @@ class OrdersBuilder:
 
 @dataclass(slots=True)
 class OutcomeBuilder:
-    """What one `update` found: an Outcome in the making."""
+    """Collects what one `update` finds."""
 
     landed: list[Landed] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -75,12 +79,12 @@ class OutcomeBuilder:
     released: list[TransferId] = field(default_factory=list)
 
     def outcome(self) -> Outcome:
-        """The record that goes to the engine."""
+        """Return the record that goes to the engine."""
         return Outcome(tuple(self.landed), tuple(self.failed), tuple(self.fatal), tuple(self.released))
 
 
 def joined(ranks: Sequence[Landed]) -> Landed:
-    """One record over all ranks: bytes add up, the slowest rank's time counts."""
+    """Join the records of all ranks into one: bytes add up, and the slowest rank's time counts."""
     first = ranks[0]
     return Landed(
         transfer=first.transfer,

@@ -1,4 +1,4 @@
-"""What a scheduler half may know of other engines: whether one can be used, and why not. No address, no socket."""
+"""What a scheduler half knows of other engines: whether one can be used, and if not, why. It sees no socket."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ __all__ = ["PeerBoard", "PeerStatus", "PeerView"]
 
 
 class PeerStatus(StrEnum):
-    """Where an engine stands with us."""
+    """Whether an engine can be used."""
 
     ASKING = "asking"
     ACCEPTED = "accepted"
@@ -28,8 +28,8 @@ class PeerView:
 
 
 class PeerBoard(Protocol):
-    """Handshakes happen elsewhere (connector.rendezvous); this is what the scheduler half sees of them."""
+    """What the scheduler half sees of handshakes. They happen in connector.rendezvous."""
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
-        """Where that engine stands; the first call for an unknown one starts a handshake. Never blocks."""
+        """Return whether that engine can be used. Starts a handshake if the engine is unknown. Never blocks."""
         ...

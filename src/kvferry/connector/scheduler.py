@@ -1,10 +1,10 @@
 """The scheduler half: which request is part of which hand-off. It sees ids, block ids and counts; no memory, no socket.
 
-A prefill request (do_remote_decode):  OFFERED on its first computed chunk -> FINAL when it has ended
+A prefill request (do_remote_decode):  Offer after each computed chunk -> the final Offer when it has ended
                                        -> every rank reports `released` -> forgotten, and the engine frees its blocks.
-A decode request (do_remote_prefill):  HELD in the queue (the peer's grant is kept alive)
-                                       -> WANTED once it has blocks -> every rank reports landed, or one failed
-                                       -> after a failure or cancel: every rank reports `released`.
+A decode request (do_remote_prefill):  KeepAlive while it waits in the queue, so that the peer's grant stays
+                                       -> Fetch once it has blocks -> every rank reports landed, or one failed
+                                       -> after a failure or Cancel: every rank reports `released`.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class HandoffScheduler:
-    """The scheduler half of a connector. A subclass states its transfer mode, or cannot be defined (R14)."""
+    """The scheduler half of a connector. A subclass must state its transfer mode (R14)."""
 
     mode: ClassVar[TransferMode]
 
@@ -61,23 +61,23 @@ class HandoffScheduler:
         settings: FerrySettings,
         handoff_tokens: Callable[[int], int] | None = None,
     ) -> None:
-        """`handoff_tokens`: of how many tokens of a prompt KV is handed over (R32); None: all."""
-        self._me = identity
+        """`handoff_tokens` says how many tokens of a prompt are handed over (R32). None means all of them."""
+        self._identity = identity
         self._handoff_tokens = handoff_tokens
         self._peers = peers
         self._settings = settings
-        self._offered: dict[RequestId, PrefillHandoff] = {}
-        self._wanted: dict[RequestId, DecodeHandoff] = {}
+        self._prefilling: dict[RequestId, PrefillHandoff] = {}
+        self._decoding: dict[RequestId, DecodeHandoff] = {}
         self._by_transfer: dict[TransferId, PrefillHandoff | DecodeHandoff] = {}
-        self._given_up: dict[RequestId, str] = {}
+        self._gave_up: dict[RequestId, str] = {}
         self._preempted: set[RequestId] = set()
-        """Prefill requests whose first offer was taken back."""
+        """Prefill requests that were preempted after their first offer."""
         self._next = OrdersBuilder()
 
     # Arrival and matching
 
     def handoff_tokens(self, num_prompt_tokens: int) -> int:
-        """See SchedulerHalf."""
+        """Return how many tokens of a prompt are handed over (SchedulerHalf)."""
         return num_prompt_tokens if self._handoff_tokens is None else self._handoff_tokens(num_prompt_tokens)
 
     def on_new_request(self, request: RequestView) -> None:
@@ -91,17 +91,17 @@ class HandoffScheduler:
             if getattr(params, name) is None
         ]
         if missing:
-            self._given_up[request.request_id] = f"kv_transfer_params lack {', '.join(missing)}"
+            self._gave_up[request.request_id] = f"kv_transfer_params lack {', '.join(missing)}"
             return
         if params.transfer_mode is not None and params.transfer_mode is not self.mode:
-            self._given_up[request.request_id] = (
+            self._gave_up[request.request_id] = (
                 f"prefill hands over by {params.transfer_mode.value}, this worker by {self.mode.value}: "
-                f"{self._me.mode_remedy}"
+                f"{self._identity.mode_remedy}"
             )
             return
         transfer = TransferId(str(params.transfer_id))
         if transfer in self._by_transfer:
-            self._given_up[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
+            self._gave_up[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
             return
         target = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
@@ -114,29 +114,29 @@ class HandoffScheduler:
             num_tokens=target,
             policy=self._policy(request),
         )
-        self._wanted[request.request_id] = entry
+        self._decoding[request.request_id] = entry
         self._by_transfer[transfer] = entry
-        self._meet(entry, params)
+        self._find_peer(entry, params)
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:
-        """How many tokens after `num_cached_tokens` the prefill engine brings; `wait` while we shake hands."""
-        entry = self._wanted.get(request.request_id)
+        """Return how many tokens after `num_cached_tokens` the prefill engine brings, or to wait for the handshake."""
+        entry = self._decoding.get(request.request_id)
         if entry is None or entry.started:
-            return self._without(request)
-        assert request.handoff is not None, "only a request with handoff parameters is in _wanted"
-        status, reason = self._meet(entry, request.handoff)
+            return self._no_match(request)
+        assert request.handoff is not None, "only a request with hand-off parameters is in _decoding"
+        status, reason = self._find_peer(entry, request.handoff)
         if status is PeerStatus.ASKING:
             return Match(wait=True)
         if status is PeerStatus.REFUSED:
             self._give_up(entry, reason)
-            return self._without(request)
+            return self._no_match(request)
         return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
 
-    def _meet(self, entry: DecodeHandoff, params: HandoffParams) -> tuple[PeerStatus, str]:
+    def _find_peer(self, entry: DecodeHandoff, params: HandoffParams) -> tuple[PeerStatus, str]:
         view = self._peers.view(entry.engine, entry.incarnation, str(params.remote_host), int(params.remote_port or 0))
-        if view.status is PeerStatus.ACCEPTED and not entry.held:
+        if view.status is PeerStatus.ACCEPTED and not entry.kept_alive:
             entry.incarnation = view.incarnation
-            entry.held = True
+            entry.kept_alive = True
             assert view.incarnation is not None, "an accepted peer has an incarnation"
             self._next.keep_alive.append(KeepAlive(entry.transfer, entry.engine, view.incarnation))
         return view.status, view.reason
@@ -144,33 +144,33 @@ class HandoffScheduler:
     def _policy(self, request: RequestView) -> FailurePolicy:
         return request.on_failure or self._settings.transfer.on_failure
 
-    def _without(self, request: RequestView) -> Match:
-        reason = self._given_up.get(request.request_id, "")
+    def _no_match(self, request: RequestView) -> Match:
+        reason = self._gave_up.get(request.request_id, "")
         if reason and self._policy(request) is FailurePolicy.FAIL:
             return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
         return Match(reason=reason)
 
     def _give_up(self, entry: DecodeHandoff, reason: str) -> None:
-        self._given_up[entry.request] = reason
+        self._gave_up[entry.request] = reason
         self._drop(entry, reason)
 
     def _drop(self, entry: DecodeHandoff, reason: str) -> None:
-        """Forget a hand-off into which no block was given; free the peer's grant if it has one."""
-        if entry.held and entry.incarnation is not None:
+        """Forget a hand-off that has no blocks here, and free the peer's grant if there is one."""
+        if entry.kept_alive and entry.incarnation is not None:
             self._next.cancel.append(Cancel(entry.transfer, entry.engine, entry.incarnation, reason))
         self._forget(entry)
 
     # Decode
 
     def after_alloc(self, request: RequestView, tables: Sequence[BlockTable], num_cached_tokens: int) -> None:
-        """Start the hand-off of [num_cached_tokens, end) into `tables`. R30: what is cached is not asked for."""
-        entry = self._wanted.get(request.request_id)
+        """Start the hand-off of [num_cached_tokens, end) into `tables`. Cached tokens are not fetched (R30)."""
+        entry = self._decoding.get(request.request_id)
         if entry is None or entry.started:
             return
         assert entry.incarnation is not None, "match() was answered with tokens before blocks were allocated"
         entry.started = True
         wanted = TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens)
-        entry.told = not len(wanted)  # all of it was cached: the peer has to know, the engine does not wait
+        entry.outcome_reported = not len(wanted)  # all is cached: only the peer needs to know
         self._next.fetch.append(
             Fetch(
                 transfer=entry.transfer,
@@ -187,7 +187,7 @@ class HandoffScheduler:
     # Prefill
 
     def computed(self, request: RequestView, tables: Sequence[BlockTable], num_computed_tokens: int) -> None:
-        """Offer what is stored so far; the peer may take it while the next chunk is computed."""
+        """Offer the tokens that are stored so far: the peer may take them while the next chunk is computed."""
         if request.handoff is None or not request.handoff.do_remote_decode or not self._settings.transfer.progress:
             return
         if self._has_lost_its_peer(request):
@@ -195,21 +195,21 @@ class HandoffScheduler:
         self._offer(request, tables, num_computed_tokens, final=False, note=b"")
 
     def _has_lost_its_peer(self, request: RequestView) -> bool:
-        """Push: decode was told that the hand-off failed, and goes on alone; nobody will learn of a new one."""
+        """Push: preemption has failed the hand-off, and decode goes on alone: it cannot learn a new transfer id."""
         return self.mode is TransferMode.PUSH and request.request_id in self._preempted
 
     def _offer(
         self, request: RequestView, tables: Sequence[BlockTable], num_tokens: int, *, final: bool, note: bytes
     ) -> PrefillHandoff:
-        entry = self._offered.get(request.request_id)
+        entry = self._prefilling.get(request.request_id)
         if entry is None:
             assert request.handoff is not None, "only a do_remote_decode request is offered"
             transfer = TransferId(request.handoff.transfer_id or "")
             if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
-                # One dispatch, one id: the one that was asked for is withdrawn, or serves another request.
-                transfer = TransferId(f"{self._me.engine}-{secrets.token_hex(8)}")
+                # One dispatch has one id: the requested one was withdrawn, or belongs to another request.
+                transfer = TransferId(f"{self._identity.engine}-{secrets.token_hex(8)}")
             entry = PrefillHandoff(request.request_id, transfer)
-            self._offered[request.request_id] = entry
+            self._prefilling[request.request_id] = entry
             self._by_transfer[transfer] = entry
         self._next.offer[entry.transfer] = Offer(
             transfer=entry.transfer,
@@ -230,14 +230,14 @@ class HandoffScheduler:
         first_token: FirstToken | None,
         aborted: bool,
     ) -> tuple[TransferId | None, HandoffParams | None]:
-        """See SchedulerHalf. A prefill request that ends well is offered; one that doesn't is withdrawn."""
-        self._given_up.pop(request.request_id, None)
+        """Offer a prefill request that ends well, withdraw one that does not; cancel a hand-off that is under way."""
+        self._gave_up.pop(request.request_id, None)
         aborted = aborted or self._has_lost_its_peer(request)
-        result = self._finished(request, tables, num_computed_tokens, first_token, aborted=aborted)
+        result = self._end_request(request, tables, num_computed_tokens, first_token, aborted=aborted)
         self._preempted.discard(request.request_id)
         return result
 
-    def _finished(
+    def _end_request(
         self,
         request: RequestView,
         tables: Sequence[BlockTable],
@@ -246,21 +246,21 @@ class HandoffScheduler:
         *,
         aborted: bool,
     ) -> tuple[TransferId | None, HandoffParams | None]:
-        wanted = self._wanted.get(request.request_id)
-        if wanted is not None:
-            return (None if wanted.told else self._decode_ended(wanted)), None
+        decode = self._decoding.get(request.request_id)
+        if decode is not None:
+            return (None if decode.outcome_reported else self._cancel(decode)), None
         if request.handoff is None or not request.handoff.do_remote_decode:
             return None, None
-        offered = self._offered.get(request.request_id)
-        if aborted or (offered is not None and offered.unwanted):
-            reason = (offered and offered.unwanted) or "the request was aborted on the prefill side"
-            if offered is not None:
-                offered.finished, offered.unwanted = True, reason
-                self._next.withdraw.append(Withdraw(offered.transfer, reason))
-                return offered.transfer, None
+        prefill = self._prefilling.get(request.request_id)
+        if aborted or (prefill is not None and prefill.withdrawn_reason):
+            reason = (prefill and prefill.withdrawn_reason) or "the request was aborted on the prefill side"
+            if prefill is not None:
+                prefill.finished, prefill.withdrawn_reason = True, reason
+                self._next.withdraw.append(Withdraw(prefill.transfer, reason))
+                return prefill.transfer, None
             asked = TransferId(request.handoff.transfer_id or "")
             if asked and asked not in self._by_transfer:
-                # Nothing of it is computed, but in push decode may be waiting for it already.
+                # Nothing of it is computed, but in push decode may already be waiting for it.
                 self._next.withdraw.append(Withdraw(asked, reason))
             return None, None
         if not self._settings.transfer.first_token:
@@ -277,56 +277,56 @@ class HandoffScheduler:
         num_tokens: int,
         first_token: FirstToken | None,
     ) -> HandoffParams:
-        """R15: what the router carries to decode, under the names that existing routers read."""
+        """Make what the router carries to decode, under the names that existing routers read (R15)."""
         return HandoffParams(
             do_remote_prefill=True,
             do_remote_decode=False,
             transfer_mode=self.mode,
             transfer_id=entry.transfer,
-            remote_engine_id=self._me.engine,
-            remote_incarnation=self._me.incarnation,
+            remote_engine_id=self._identity.engine,
+            remote_incarnation=self._identity.incarnation,
             remote_request_id=entry.request,
-            remote_host=self._me.host,
-            remote_port=self._me.port,
+            remote_host=self._identity.host,
+            remote_port=self._identity.port,
             remote_block_ids=[[int(block) for block in table.block_ids] for table in tables],
             remote_block_first_tokens=[table.first_token for table in tables],
             remote_num_tokens=num_tokens,
-            tp_size=self._me.tp_size,
-            pp_size=self._me.pp_size,
+            tp_size=self._identity.tp_size,
+            pp_size=self._identity.pp_size,
             first_token=first_token.token if first_token else None,
             first_logprob=first_token.logprob if first_token else None,
             first_top_logprobs=list(first_token.top) if first_token else None,
         )
 
-    def _decode_ended(self, entry: DecodeHandoff) -> TransferId | None:
+    def _cancel(self, entry: DecodeHandoff) -> TransferId | None:
         if not entry.started:
             self._drop(entry, "the request was aborted on the decode side")
             return None
-        # In flight: the blocks stay ours until no peer can touch them. The engine asked for the end: it needs no news.
+        # In flight: the blocks stay ours until no peer can touch them. The engine asked for the end, so it is not reported.
         assert entry.incarnation is not None, "a started hand-off has a peer"
-        entry.told = True
+        entry.outcome_reported = True
         self._next.cancel.append(
             Cancel(entry.transfer, entry.engine, entry.incarnation, "the request was aborted on the decode side")
         )
         return entry.transfer
 
     def withdraw(self, transfer: TransferId, reason: str) -> bool:
-        """Prefill: nobody will take this hand-off. True: its blocks come back by `released`, sooner than by the lease.
+        """Prefill: take back an offer that no decode engine will claim; its blocks come back before the lease ends.
 
-        A decode engine that has claimed it all the same is told, and waited for (R28). False: there is no such offer,
-        or it was withdrawn already. On the engine's thread, like everything here; from a router, so any id may come.
+        Returns False if there is no such offer, or it was withdrawn already: a router may send any id. A decode engine
+        that has claimed it all the same learns of the end, and is waited for (R28).
         """
         entry = self._by_transfer.get(transfer)
-        if not isinstance(entry, PrefillHandoff) or entry.unwanted:
+        if not isinstance(entry, PrefillHandoff) or entry.withdrawn_reason:
             return False
-        entry.unwanted = reason
-        if entry.finished:  # else the engine does not hold the blocks for it yet: when the request ends
+        entry.withdrawn_reason = reason
+        if entry.finished:  # else it is withdrawn when the request ends: until then the engine does not hold its blocks
             self._next.withdraw.append(Withdraw(transfer, reason))
         return True
 
     def preempted(self, request: RequestView) -> TransferId | None:
-        """Take back what was offered: a peer that has begun is told, and the next offer has a new transfer id."""
-        entry = self._offered.pop(request.request_id, None)
+        """Take back what was offered. A peer that has begun learns of it, and the next offer has a new transfer id."""
+        entry = self._prefilling.pop(request.request_id, None)
         if entry is None:
             return None
         self._preempted.add(request.request_id)
@@ -334,74 +334,74 @@ class HandoffScheduler:
         self._next.withdraw.append(Withdraw(entry.transfer, "prefill ran out of blocks and preempted the request"))
         return entry.transfer
 
-    # The two records a step
+    # Once per step
 
     def build_orders(self) -> StepOrders:
-        """All orders since the last step."""
-        now, self._next = self._next, OrdersBuilder()
-        return now.orders()
+        """Return all orders since the last step."""
+        built, self._next = self._next, OrdersBuilder()
+        return built.orders()
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
-        """Join the ranks' reports: landed when all have landed, failed when all have ended and one failed."""
-        news = OutcomeBuilder()
+        """Join the ranks' reports: landed when all ranks have landed, failed when all have ended and one has failed."""
+        outcome = OutcomeBuilder()
         for report in reports:
-            for good in report.landed:
-                if (entry := self._decode_entry(good.transfer)) is not None:
-                    entry.landed.append(good)
-                    self._conclude(entry, news)
-            for bad in report.failed:
-                if (entry := self._decode_entry(bad.transfer)) is not None:
-                    entry.failed.append(bad)
-                    self._conclude(entry, news)
+            for landed in report.landed:
+                if (entry := self._decode_entry(landed.transfer)) is not None:
+                    entry.landed.append(landed)
+                    self._advance(entry, outcome)
+            for failed in report.failed:
+                if (entry := self._decode_entry(failed.transfer)) is not None:
+                    entry.failed.append(failed)
+                    self._advance(entry, outcome)
             for transfer in report.released:
-                self._released(transfer, news)
-        return news.outcome()
+                self._released(transfer, outcome)
+        return outcome.outcome()
 
     def _decode_entry(self, transfer: TransferId) -> DecodeHandoff | None:
         entry = self._by_transfer.get(transfer)
         return entry if isinstance(entry, DecodeHandoff) else None
 
-    def _released(self, transfer: TransferId, news: OutcomeBuilder) -> None:
+    def _released(self, transfer: TransferId, outcome: OutcomeBuilder) -> None:
         entry = self._by_transfer.get(transfer)
         if entry is None:
             logger.debug("release of an unknown transfer=%s", transfer)
             return
         entry.released_by += 1
         if isinstance(entry, DecodeHandoff):
-            self._conclude(entry, news)
-        elif entry.released_by == self._me.num_ranks:
+            self._advance(entry, outcome)
+        elif entry.released_by == self._identity.num_ranks:
             del self._by_transfer[transfer]
-            if self._offered.get(entry.request) is entry:
-                del self._offered[entry.request]
-            news.released.append(transfer)
+            if self._prefilling.get(entry.request) is entry:
+                del self._prefilling[entry.request]
+            outcome.released.append(transfer)
 
-    def _conclude(self, entry: DecodeHandoff, news: OutcomeBuilder) -> None:
-        """Called after each report about `entry`: has it ended, and are its blocks safe?"""
-        if not entry.told and len(entry.landed) + len(entry.failed) == self._me.num_ranks:
-            entry.told = True
+    def _advance(self, entry: DecodeHandoff, outcome: OutcomeBuilder) -> None:
+        """Report the outcome once every rank has ended, and release the blocks once no peer can touch them."""
+        if not entry.outcome_reported and len(entry.landed) + len(entry.failed) == self._identity.num_ranks:
+            entry.outcome_reported = True
             if not entry.failed:
                 self._forget(entry)
-                news.landed.append(joined(entry.landed))
+                outcome.landed.append(joined(entry.landed))
                 return
             worst = min(entry.failed, key=lambda one: one.arrived.stop)
-            self._given_up[entry.request] = worst.reason
-            (news.fatal if entry.policy is FailurePolicy.FAIL else news.failed).append(worst)
-        if entry.told and len(entry.landed) + entry.released_by == self._me.num_ranks:
+            self._gave_up[entry.request] = worst.reason
+            (outcome.fatal if entry.policy is FailurePolicy.FAIL else outcome.failed).append(worst)
+        if entry.outcome_reported and len(entry.landed) + entry.released_by == self._identity.num_ranks:
             self._forget(entry)
-            news.released.append(entry.transfer)
+            outcome.released.append(entry.transfer)
 
     def _forget(self, entry: DecodeHandoff) -> None:
-        self._wanted.pop(entry.request, None)
+        self._decoding.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 
     @property
     def num_receiving(self) -> int:
-        """Decode requests that have blocks and wait for what comes into them."""
-        return sum(entry.started and not entry.told for entry in self._wanted.values())
+        """The number of decode requests that have blocks and wait for KV to come into them."""
+        return sum(entry.started and not entry.outcome_reported for entry in self._decoding.values())
 
     @property
     def has_orders(self) -> bool:
-        """The worker halves have something to learn: the engine should make a step."""
+        """True if orders wait for the next step."""
         return bool(self._next.orders())
 
     def has_pending_work(self) -> bool:
