@@ -1,4 +1,4 @@
-"""A connector whose peer is the test: what it is asked is written down, what it answers is set by hand."""
+"""A connector whose peer is the test: it records what the engine asks, and answers what the test has set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ __all__ = ["FakeConnector", "copy_tokens"]
 
 @dataclass
 class FakeConnector:
-    """Both halves. A transfer is named after its request: `t-` and the id."""
+    """Both halves. The transfer id is `t-` and the request's id."""
 
     cache: KVCache
     answers: list[Match] = field(default_factory=list)
-    """For `match`, in turn; then: the whole prompt comes from outside, or what `remote_num_tokens` says."""
+    """Answers of `match`, in turn. After the last one, the whole prompt or `remote_num_tokens` comes from outside."""
     holds: bool = True
-    """Whether `request_finished` wants to keep blocks."""
-    news: list[Outcome] = field(default_factory=list)
-    """For `update`, in turn."""
+    """Whether `request_finished` asks the engine to keep the blocks."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """What `update` returns, in turn."""
     seen: list[str] = field(default_factory=list)
     tables: dict[RequestId, tuple[BlockTable, ...]] = field(default_factory=dict)
     cached: dict[RequestId, int] = field(default_factory=dict)
@@ -102,15 +102,15 @@ class FakeConnector:
         return StepOrders()
 
     def update(self, reports: Sequence[StepReport]) -> Outcome:
-        return self.news.pop(0) if self.news else Outcome()
+        return self.outcomes.pop(0) if self.outcomes else Outcome()
 
     def has_pending_work(self) -> bool:
-        return bool(self.news)
+        return bool(self.outcomes)
 
     # Worker half
 
     def start_step(self, orders: StepOrders) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def end_step(self) -> StepReport:
         return StepReport()
@@ -121,41 +121,41 @@ class FakeConnector:
     # The peer
 
     def land(self, name: str, stop: int, *, note: bytes = b"") -> None:
-        """The bytes are there."""
+        """Report that the tokens up to `stop` have arrived."""
         request = RequestId(name)
         self.open.discard(request)
         arrived = TokenRange(self.cached[request], stop)
         landed = Landed(TransferId(f"t-{name}"), request, arrived, 1000, 3, 0.5, 7, note)
-        self.news.append(Outcome(landed=(landed,)))
+        self.outcomes.append(Outcome(landed=(landed,)))
 
     def fail(self, name: str, *, recompute: bool = True, arrived: int = 0, released: bool = False) -> None:
-        """They will not come, but for those before `arrived`. With `released`, the blocks are safe at once."""
+        """Report a failure. Tokens before `arrived` have come; with `released`, no peer can touch the blocks."""
         request, transfer = RequestId(name), TransferId(f"t-{name}")
         self.open.discard(request)
         start = self.cached.get(request, 0)
         failed = Failed(transfer, request, "the peer is gone", TokenRange(start, max(start, arrived)))
         ended = {"failed" if recompute else "fatal": (failed,)}
-        self.news.append(Outcome(**ended, released=(transfer,) if released else ()))
+        self.outcomes.append(Outcome(**ended, released=(transfer,) if released else ()))
 
     def release(self, name: str) -> None:
-        """No peer touches the transfer's blocks any more."""
-        self.news.append(Outcome(released=(TransferId(f"t-{name}"),)))
+        """Release the transfer's blocks: no peer touches them any more."""
+        self.outcomes.append(Outcome(released=(TransferId(f"t-{name}"),)))
 
 
 def copy_tokens(
     source: KVCache, source_tables: Sequence[BlockTable], target: KVCache, target_tables: Sequence[BlockTable],
     start: int, stop: int,
 ) -> None:  # fmt: skip
-    """What a transport does, token by token: of a window what both tables have, of a state the one after `stop`."""
+    """Copy as a transport does, token by token: what both tables have of a window, and the state after `stop`."""
     for (layer, name), (part, group, _) in source.placement.parts.items():
-        near, far = source.view(layer, name), target.view(layer, name)
+        from_kv, to_kv = source.view(layer, name), target.view(layer, name)
         here, there = source_tables[group], target_tables[group]
         if source.groups[group].kind is CacheKind.STATE:
             assert here.first_token == there.first_token == stop, "states of different tokens"
-            far[there.block_ids[0]] = near[here.block_ids[0]]
+            to_kv[there.block_ids[0]] = from_kv[here.block_ids[0]]
             continue
         for token in range(max(start, here.first_token, there.first_token), stop):
             at, to = (token - here.first_token), (token - there.first_token)
-            far[there.block_ids[to // target.block_tokens]].select(part.token_at, to % target.block_tokens).copy_(
-                near[here.block_ids[at // source.block_tokens]].select(part.token_at, at % source.block_tokens)
+            to_kv[there.block_ids[to // target.block_tokens]].select(part.token_at, to % target.block_tokens).copy_(
+                from_kv[here.block_ids[at // source.block_tokens]].select(part.token_at, at % source.block_tokens)
             )

@@ -1,6 +1,6 @@
 """Serving for `python -m benchmarks.spec`: one engine alone, or a prefill and a decode engine, all in this process.
 
-The pair is two whole workers: they shake hands over the side channel, and KV goes by the configured transport.
+The pair is two whole workers: they shake hands over the side channel, and the configured transport moves the KV.
 """
 
 import threading
@@ -25,16 +25,16 @@ POLL_S = 0.0003
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request."""
+    """The answer to one request."""
 
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """When each token came, by the process's clock."""
+    """When each token came, by time.perf_counter."""
     last: Output | None = None
-    """With the account of its prompt."""
+    """The last output, with the account of the prompt."""
 
     def take(self, output: Output) -> None:
-        """More of it."""
+        """Take one more output."""
         self.tokens += output.token_ids
         self.times_s += [time.perf_counter()] * len(output.token_ids)
         self.last = (
@@ -43,7 +43,7 @@ class Served:
 
     @property
     def ended(self) -> bool:
-        """All of it is here."""
+        """True if the answer is complete."""
         return self.last is not None and self.last.finish_reason is not None
 
 
@@ -51,11 +51,11 @@ class Serving(ABC):
     """Something that answers requests."""
 
     engine: Engine
-    """The one that decodes."""
+    """The engine that decodes."""
 
     @abstractmethod
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """Answer all at once, as one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
+        """Answer all requests at once, as one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
 
     def close(self) -> None:
         """End all engines."""
@@ -69,7 +69,7 @@ class Alone(Serving):
         self.engine = Engine.load(settings)
 
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """See Serving."""
+        """Answer all requests on the one engine."""
         served = {request.request_id: Served() for request in requests}
         for request in requests:
             self.engine.add(request)
@@ -92,8 +92,7 @@ class Pair(Serving):
         first_token: bool = True,
         lease: LeaseSettings | None = None,
     ) -> None:
-        """`first_token`: prefill hands over the first token of the answer. `lease`: how long prefill keeps what nobody
-        comes for."""
+        """`first_token` says that prefill hands over the first token of the answer."""
         self._lease = lease or LeaseSettings()
         transfer = TransferSettings(mode=mode, transport=transport, staging_bytes=0, first_token=first_token)
         self._mode = mode
@@ -111,12 +110,12 @@ class Pair(Serving):
         return build_worker(WorkerSettings(engine=engine, ferry=ferry, role=role))
 
     def close(self) -> None:
-        """See Serving."""
+        """End both engines."""
         self.decode.close()
         self.prefill.close()
 
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """See Serving."""
+        """Prefill all requests on one engine, and decode them on the other."""
         served = {request.request_id: Served() for request in requests}
         asked = {request.request_id: request for request in requests}
         for request in requests:
@@ -142,7 +141,7 @@ class Pair(Serving):
         return list(served.values())
 
     def _settle(self, give_up_s: float, pause: threading.Event) -> None:
-        """Blocks that hand-offs hold come back."""
+        """Step until hand-offs have given back all blocks."""
         while self.engine.has_work() or self.prefill.engine.has_work():
             self.prefill.engine.step()
             self.engine.step()

@@ -302,7 +302,7 @@ class HandoffScheduler:
         if not entry.started:
             self._drop(entry, "the request was aborted on the decode side")
             return None
-        # In flight: the blocks stay ours until no peer can touch them. The engine asked for the end, so it is not reported.
+        # In flight: the blocks stay ours until no peer can touch them. The engine knows of the end: it asked for it.
         assert entry.incarnation is not None, "a started hand-off has a peer"
         entry.outcome_reported = True
         self._next.cancel.append(

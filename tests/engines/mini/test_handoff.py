@@ -537,7 +537,7 @@ def test_blocks_are_cleared_before_they_are_offered_to_a_peer(make_side: Callabl
 def test_only_pending_hand_offs_step_without_computing(make_side: Callable[..., Side]) -> None:
     engine, connector = make_side()
     assert not engine.has_work()
-    connector.news = [Outcome()] * 3
+    connector.outcomes = [Outcome()] * 3
     while engine.has_work():
         assert engine.step() == []
     assert engine.stats().steps == 0
