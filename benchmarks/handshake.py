@@ -113,7 +113,7 @@ def _shake_hands(handshaker: Handshaker, peers: list[LocalSide]) -> None:
     for (engine, other), question in zip(handshakers.items(), handshaker.take_asks(), strict=True):
         handshaker.replied(question.token, other.answer(question.body, "127.0.0.1", 0.0), 0.0)
         other.take_accepted()
-        assert handshaker.book.get(engine).paired, "the simulated peers fit"
+        assert handshaker.peers.get(engine).paired, "the simulated peers fit"
     handshaker.take_accepted()
 
 
@@ -130,7 +130,7 @@ def _kept(local: LocalSide, peers: list[LocalSide]) -> float:
     gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(handshaker.book.peers()) == len(peers), "every peer is known"
+    assert len(handshaker.peers.snapshot()) == len(peers), "every peer is known"
     return (after - before) / len(peers)
 
 

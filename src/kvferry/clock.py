@@ -1,6 +1,6 @@
-"""Where time comes from. State machines take the time as an argument; drivers take a Clock.
+"""The source of time. State machines take the time as an argument; drivers take a Clock.
 
-Monotonic times never cross a process: what is sent is the time that remains.
+Monotonic times are never sent to another process: messages hold the time that remains.
 """
 
 import time
@@ -10,16 +10,16 @@ __all__ = ["Clock", "MonotonicClock"]
 
 
 class Clock(Protocol):
-    """Seconds on one process's own monotonic clock; its zero means nothing."""
+    """A process's own monotonic clock, in seconds from an arbitrary zero."""
 
     def now_s(self) -> float:
-        """The time now, in seconds. Never goes back."""
+        """Returns the time now, in seconds. It never goes back."""
         ...
 
 
 class MonotonicClock:
-    """The real one."""
+    """The real clock."""
 
     def now_s(self) -> float:
-        """The time now, in seconds, of `time.monotonic`."""
+        """Returns the seconds of `time.monotonic`."""
         return time.monotonic()

@@ -1,17 +1,17 @@
-"""Every error this package raises, cut by who must act.
+"""Every error that this package raises, grouped by who must act.
 
 * FerryError
   + ConfigError            the operator must change a setting
   + UnknownModel           the operator must name another model, or install one
-  + PeerError              the other side, or the wire, is at fault
-    - IncompatiblePeer     the pair does not fit; the verdict says why
-    - MalformedMessage     bytes that no correct peer sends
-    - PeerLost             the peer does not answer, or is gone
+  + PeerError              the other engine, or the network, is at fault
+    - IncompatiblePeer     the two engines do not fit; the verdict says why
+    - MalformedMessage     a message that no correct peer sends
+    - PeerLost             the peer does not answer, or has gone
   + TransferError          bytes did not arrive; the request can be recomputed
   + RequestError           the client must change the request
     - RequestTooLong       prompt and answer do not fit the model's context
-  + Overloaded             nobody's fault: ask again later
-  + RanksLost              nobody's fault: a process of this engine has died; it starts again, or ends
+  + Overloaded             there is no room now; the client must try again later
+  + RanksLost              a process of this engine has died; the engine restarts or ends, and the client may try again
 """
 
 __all__ = [
@@ -31,19 +31,19 @@ __all__ = [
 
 
 class FerryError(Exception):
-    """The root: one sentence of fact with the values, then the remedy as something a person can type."""
+    """The root of all errors. Its text states the fact with the values, then a remedy that a person can type."""
 
 
 class ConfigError(FerryError):
-    """A setting is wrong, alone or beside another one."""
+    """A setting is wrong, alone or in combination with another one."""
 
 
 class UnknownModel(FerryError):
-    """There is no model where the operator pointed, or it is one that we cannot run."""
+    """There is no model at the given path or name, or it is one that cannot be run."""
 
 
 class PeerError(FerryError):
-    """The other side, or the wire between, is at fault."""
+    """The other engine, or the network between, is at fault."""
 
 
 class IncompatiblePeer(PeerError):
@@ -59,11 +59,11 @@ class PeerLost(PeerError):
 
 
 class TransferError(FerryError):
-    """Bytes did not arrive whole. The request can be recomputed."""
+    """Not all bytes arrived. The request can be recomputed."""
 
 
 class RequestError(FerryError):
-    """The client must change the request; becomes HTTP 400."""
+    """The client must change the request. It becomes HTTP 400."""
 
 
 class RequestTooLong(RequestError):
@@ -71,8 +71,8 @@ class RequestTooLong(RequestError):
 
 
 class Overloaded(FerryError):
-    """There is no room now; becomes HTTP 503 with Retry-After."""
+    """There is no room now. It becomes HTTP 503 with Retry-After."""
 
 
 class RanksLost(FerryError):
-    """A process of this engine has died, and the others were ended: all that was open in them is lost."""
+    """A process of this engine has died and the others were ended: all their open requests are lost."""

@@ -1,4 +1,4 @@
-"""The names of things that cross a border, each its own type, so that they cannot be mixed up."""
+"""The ids that engines and rooms exchange. Each has a type of its own, so that they cannot be mixed up."""
 
 import secrets
 from typing import NewType
@@ -7,23 +7,23 @@ __all__ = ["new_incarnation", "peer_name"]
 
 
 EngineId = NewType("EngineId", str)
-"""Which engine: stable over restarts, chosen by the operator or made at random."""
+"""Names an engine. It is chosen by the operator or made at random, and survives restarts."""
 
 Incarnation = NewType("Incarnation", str)
-"""Which start of that engine: new at each start, random. Messages of an old incarnation change nothing."""
+"""Names one start of an engine. It is random and new at each start. Messages of an old incarnation change nothing."""
 
 RequestId = NewType("RequestId", str)
-"""One request inside one engine. Two engines name the same hand-off by the TransferId, not by this."""
+"""Names a request inside one engine. Between engines, a hand-off is named by its TransferId instead."""
 
 TransferId = NewType("TransferId", str)
-"""One dispatch of one request from a prefill to a decode engine. A retry has a new one."""
+"""Names one dispatch of one request from a prefill to a decode engine. A retry gets a new one."""
 
 PeerName = NewType("PeerName", str)
-"""One rank of one incarnation of one engine, as transports name it: see peer_name()."""
+"""Names one rank of one incarnation of one engine in a transport. peer_name() makes it."""
 
 
 def peer_name(engine: EngineId, incarnation: Incarnation, rank: int) -> PeerName:
-    """The name under which a transport knows one rank; it differs after a restart."""
+    """Returns the name under which a transport knows a rank. It is different after a restart."""
     return PeerName(f"{engine}/{incarnation}/{rank}")
 
 

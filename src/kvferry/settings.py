@@ -1,6 +1,6 @@
-"""Every setting of the hand-off, one frozen class per part; the docs page is made from these classes.
+"""Every setting of the hand-off, in one frozen class per part. docs/reference/settings.md is made from these classes.
 
-Defaults live here and nowhere else. A value out of range raises ConfigError with the name, the value and the range.
+Defaults are defined here and nowhere else. A value out of range raises ConfigError with its name, value and range.
 """
 
 import math
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Role(StrEnum):
-    """What an engine does for others."""
+    """Which part of the work an engine does."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,7 +30,7 @@ class Role(StrEnum):
 
 
 class TransferMode(StrEnum):
-    """Who moves the bytes: the reader (pull) or the owner (push). R12."""
+    """Which side moves the bytes: decode reads them (pull), or prefill writes them (push). R12."""
 
     PULL = "pull"
     PUSH = "push"
@@ -44,7 +44,7 @@ class FailurePolicy(StrEnum):
 
 
 class Verify(StrEnum):
-    """How much of the KV that landed is compared with what prefill had, by digest."""
+    """How much of the KV that landed is compared by digest with what prefill had."""
 
     ALL = "all"
     SAMPLE = "sample"
@@ -58,24 +58,26 @@ def _check(name: str, value: float, low: float, high: float = math.inf) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """How long a grant on blocks lives without a sign of life from the peer. R25, R28."""
+    """How long blocks stay reserved for a peer that shows no sign of life (R25, R28)."""
 
     ttl_s: float = 30.0
-    """A grant ends this long after the last sign of life from its holder."""
+    """Seconds after which a grant ends, counted from the last sign of life of the peer that holds it."""
 
     renew_every_s: float = 5.0
-    """How often a holder says that it still wants its grants; one message a peer, however many grants."""
+    """Seconds between renewals of the grants that an engine holds. One message per peer renews all of them. Must be
+    below `lease.ttl_s`."""
 
     drift: float = 0.01
-    """How much faster or slower a peer's clock may run than ours, as a fraction; holders count that much less."""
+    """The largest assumed difference between the speeds of two engines' clocks, as a fraction (0 to 0.2). The holder of
+    a grant assumes that the grant ends earlier by this fraction."""
 
     quarantine_s: float = 10.0
-    """How long blocks that a vanished peer may still write to are kept from everyone before they are reclaimed."""
+    """Seconds for which blocks are not reused after a peer that may still write to them has vanished."""
 
     standstill_s: float = 120.0
-    """The same for a writer that does not answer and is not known to be dead: over shared memory nothing stops a write
-    that it had begun when it was stopped, should it be woken. It ends as soon as the writer answers, or is found
-    dead."""
+    """Seconds for which blocks are not reused if the peer that may still write to them does not answer, but is not
+    known to be dead. A stopped process that is resumed finishes a write to shared memory that it had begun. The wait
+    ends early if the peer answers or is found to be dead."""
 
     def __post_init__(self) -> None:
         _check("lease.ttl_s", self.ttl_s, 0.01)
@@ -90,31 +92,36 @@ class LeaseSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """How bytes move."""
+    """How KV moves from prefill to decode."""
 
     mode: TransferMode = TransferMode.PULL
-    """`pull`: decode reads. `push`: prefill writes. Both sides must say the same. R13."""
+    """Which side moves the bytes: with `pull` decode reads them, with `push` prefill writes them. Both sides must use
+    the same mode (R13)."""
 
     transport: str = "nixl"
-    """The name of the transport: `nixl`, or `memory` within one process."""
+    """The transport: `nixl`, or `memory` if both engines run in one process."""
 
     deadline_s: float = 60.0
-    """A hand-off that has not ended this long after decode began it is failed, whatever it waits for."""
+    """Seconds after which an unfinished hand-off fails, counted from when decode started it."""
 
     on_failure: FailurePolicy = FailurePolicy.RECOMPUTE
-    """`recompute`: decode computes the prompt itself. `fail`: the client gets an error."""
+    """What decode does with a request whose KV did not arrive: with `recompute` it computes the prompt itself, with
+    `fail` the client gets an error."""
 
     verify: Verify = Verify.SAMPLE
-    """Compare a digest of `all` bytes that landed, of a small `sample`, or nothing (`off`)."""
+    """How much of the KV that landed is compared by digest with what prefill had: `all` of it, a small `sample`, or
+    nothing (`off`)."""
 
     progress: bool = True
-    """Prefill offers each chunk as soon as it is computed; off: only the whole prompt, when it is done."""
+    """Whether prefill offers each chunk of the prompt as soon as it is computed. If off, it offers the whole prompt at
+    the end."""
 
     first_token: bool = True
-    """Prefill hands its first token over too; off: decode computes the prompt's last token again to choose it."""
+    """Whether prefill hands over the first token of the answer, too. If off, decode computes the prompt's last token
+    again to sample it."""
 
     staging_bytes: int = 64 << 20
-    """Registered memory for packing short runs into one long one; 0 turns staging off."""
+    """Bytes of registered memory in which short runs are packed into one long run; 0 turns staging off."""
 
     def __post_init__(self) -> None:
         _check("transfer.deadline_s", self.deadline_s, 0.01)
@@ -123,31 +130,33 @@ class TransferSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideChannelSettings:
-    """Where peers shake hands."""
+    """The side channel, on which engines shake hands."""
 
     host: str = "127.0.0.1"
-    """The address to listen on and to advertise. Any but loopback needs a key."""
+    """The address to listen on and to advertise to peers. Any address other than loopback needs a key."""
 
     port: int = 0
     """The port to listen on; 0 takes a free one."""
 
     key_file: str | None = None
-    """The file with the key that all engines share (`kvferry key new`); or set KVFERRY_KEY_FILE."""
+    """The file with the key that all engines share (made by `kvferry key new`). The environment variable
+    KVFERRY_KEY_FILE sets it, too."""
 
     timeout_s: float = 5.0
-    """How long to wait for a peer's answer to a handshake."""
+    """Seconds to wait for a peer's answer to a handshake."""
 
     max_message_bytes: int = 16 << 20
-    """A longer message is refused before it is read."""
+    """The size in bytes of the longest message that is accepted. A longer one is refused before it is read."""
 
     max_peers: int = 4096
-    """More peers than this are refused."""
+    """The number of peers that are remembered. Further peers are refused."""
 
     max_handshakes_per_s: float = 200.0
-    """More handshakes than this in a second, from one address, are refused."""
+    """How many handshakes per second are answered for one address. Further ones are refused."""
 
     protocol_max: int | None = None
-    """Speak no newer protocol version than this, as an older release does; None: the newest that there is."""
+    """The newest protocol version to speak: a lower one makes this engine behave like an older release. None means the
+    newest that this release knows."""
 
     def __post_init__(self) -> None:
         _check("side_channel.port", self.port, 0, 65535)
@@ -159,16 +168,17 @@ class SideChannelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FerrySettings:
-    """All of it."""
+    """All settings of the hand-off."""
 
     transfer: TransferSettings = field(default_factory=TransferSettings)
-    """How bytes move."""
+    """How KV moves from prefill to decode."""
 
     lease: LeaseSettings = field(default_factory=LeaseSettings)
-    """How long grants live."""
+    """How long blocks stay reserved for a peer that shows no sign of life."""
 
     side_channel: SideChannelSettings = field(default_factory=SideChannelSettings)
-    """Where peers shake hands."""
+    """The side channel, on which engines shake hands."""
 
     strict: bool = False
-    """Compare bridged facts too: the exact digest of R2."""
+    """Whether every factor of vLLM's compatibility hash must match, including those that kvferry can bridge (R2).
+    Strict on one side is strict for the pair."""

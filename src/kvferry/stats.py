@@ -1,4 +1,4 @@
-"""Numbers as immutable snapshots. Prometheus text is made from them at the edge."""
+"""Statistics as immutable snapshots. The HTTP server makes Prometheus text from them."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ __all__ = ["HandoffStats", "HandoffTiming", "PromptAccount", "StageTimes"]
 
 @dataclass(frozen=True, slots=True)
 class PromptAccount:
-    """Where the KV of each prompt token of one request came from. The three counts add up to the prompt."""
+    """Where the KV of a request's prompt tokens came from. The three counts add up to the length of the prompt."""
 
     handed_over: int = 0
     cached: int = 0
     recomputed: int = 0
     reason: str = ""
-    """Why tokens were recomputed, where another engine should have brought them."""
+    """Why tokens were recomputed that another engine should have handed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,34 +23,36 @@ class HandoffTiming:
     num_bytes: int = 0
     num_runs: int = 0
     transfer_s: float = 0.0
-    """From the first post (pull) or the registration (push) to the last byte."""
+    """The time from the first read (pull) or the registration (push) to the last byte."""
     wait_s: float = 0.0
-    """From the request's arrival until its KV had landed."""
+    """The time from the request's arrival until its KV had landed."""
     verified_cells: int = 0
-    """Pieces of KV compared with prefill's by digest."""
+    """The number of pieces of KV that were compared with prefill's by digest."""
     grant_s: float = 0.0
-    """From the request's arrival until prefill had granted its blocks (pull), or held a grant on ours (push)."""
+    """The time from the request's arrival until prefill had granted its blocks (pull) or held a grant on decode's
+    blocks (push)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """When one request got how far, by the engine's own monotonic clock; None: it did not."""
+    """When a request reached each stage, by the engine's own monotonic clock; None for a stage that it did not
+    reach."""
 
     arrived_s: float
     reserved_s: float | None = None
-    """It had blocks, and began to wait for the KV that another engine was to bring."""
+    """It had blocks, and began to wait for the KV from another engine."""
     landing_s: float | None = None
-    """The first post of that transfer (pull), or its registration (push)."""
+    """The first read of that KV was posted (pull), or its blocks were registered (push)."""
     landed_s: float | None = None
     computing_s: float | None = None
-    """It was first part of a step."""
+    """It was part of a step for the first time."""
     first_token_s: float | None = None
     ended_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HandoffStats:
-    """Counters of one worker since its start."""
+    """What one worker has counted since its start."""
 
     landed: int = 0
     failed: int = 0

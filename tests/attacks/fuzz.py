@@ -194,7 +194,7 @@ def _reply_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
     def answer(bad: bytes) -> str:
         now_s[0] += 100.0
-        d.book.forget(EngineId("p0"))
+        d.peers.forget(EngineId("p0"))
         d.want(EngineId("p0"), None, "127.0.0.1", 1, now_s[0])
         for asked in d.take_asks():
             d.replied(asked.token, bad, now_s[0])
@@ -202,7 +202,7 @@ def _reply_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
         d.close()
         d.take_accepted()
         d.take_gone()
-        return str(d.book.get(EngineId("p0")).state)
+        return str(d.peers.get(EngineId("p0")).state)
 
     return good, answer
 

@@ -15,7 +15,9 @@ def hostile(**changes: object) -> bytes:
     return msgspec.msgpack.encode(raw)
 
 
-@pytest.mark.parametrize(("column", "says"), [("form", "form 2 is named"), ("region", "region is 2; between 0 and 1")])
+@pytest.mark.parametrize(
+    ("column", "says"), [("form", "form 2 is named"), ("region", "region is 2; it must be between 0 and 1")]
+)
 def test_an_index_beyond_its_table_is_refused(column: str, says: str) -> None:
     with pytest.raises(MalformedMessage, match=says):
         decode_layout(hostile(**{column: [2, 2, 2, 2]}))
@@ -29,7 +31,7 @@ def test_a_negative_index_is_refused() -> None:
 def test_a_group_beyond_its_table_is_refused() -> None:
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw["forms"][0]["group"] = 1
-    with pytest.raises(MalformedMessage, match="group is 1; between 0 and 0"):
+    with pytest.raises(MalformedMessage, match="group is 1; it must be between 0 and 0"):
         decode_layout(hostile(forms=raw["forms"]))
 
 
@@ -42,5 +44,5 @@ def test_an_axis_range_outside_its_extent_is_refused(start: int, stop: int) -> N
 
 
 def test_a_rank_outside_its_size_is_refused() -> None:
-    with pytest.raises(MalformedMessage, match="rank tp_rank is 4; between 0 and 3"):
+    with pytest.raises(MalformedMessage, match="rank tp_rank is 4; it must be between 0 and 3"):
         decode_layout(hostile(rank={"tp_rank": 4, "tp_size": 4}))

@@ -93,8 +93,8 @@ def test_the_table_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [" ".join(line.split()) for line in lines[2:]] == [
         "fact class a b what to do",
         "kv.dtype must match 'bfloat16' 'fp8_e4m3' on b: kvferry serve --kv-dtype bfloat16",
-        "kv.layout bridged 'NHD' 'HND' nothing to do: the planner follows the strides; cutting across them makes "
-        "more, shorter runs",
+        "kv.layout bridged 'NHD' 'HND' nothing to do: the planner follows the strides; different orders make "
+        "more and shorter runs",
         "refused: they cannot share a cache",
     ]
 

@@ -62,7 +62,7 @@ def test_a_far_newer_peer_is_refused_before_its_payload_is_looked_at() -> None: 
     future = msgspec.structs.replace(asked, protocol_min=7, protocol_max=9, protocol=9, payload=b"\xffunreadable")
     reply, outcome = judge_ask(side("p0"), future)
     assert isinstance(outcome, Refused)
-    assert f"'p0' speaks protocol 1 to {PROTOCOL_MAX} and 'd0' 7 to 9" in outcome.reason
+    assert f"'p0' speaks protocol versions 1 to {PROTOCOL_MAX}, and 'd0' speaks 7 to 9" in outcome.reason
     assert decode_envelope(reply).kind is Kind.REFUSE
 
 
@@ -117,10 +117,10 @@ def changed(**changes: object) -> Envelope:
     [
         (changed(digest=b"\x00" * 32), "a digest that is not the digest of its own facts"),
         (changed(payload=b"\xc1"), f"handshake payload, version {PROTOCOL_MAX}"),
-        (changed(engine="somebody"), "the payload is of 'd0'"),
-        (changed(incarnation="i9"), "the payload is of 'd0'"),
-        (changed(kind=Kind.ACCEPT), "where a question was due"),
-        (changed(facts=changed().facts * 2), "is told twice"),
+        (changed(engine="somebody"), "the payload is from 'd0'"),
+        (changed(incarnation="i9"), "the payload is from 'd0'"),
+        (changed(kind=Kind.ACCEPT), "expected 'ask'"),
+        (changed(facts=changed().facts * 2), "is reported twice"),
         (changed(facts=()), "a digest that is not"),
     ],
 )
@@ -137,7 +137,7 @@ def test_different_transports_are_refused() -> None:
     other = LocalSide(facts=p.facts, hello=msgspec.structs.replace(p.hello, ranks=ranks), fit=p.fit)
     _, theirs, _ = meet(side("d0", role=Role.DECODE), other)
     assert isinstance(theirs, Refused)
-    assert "set the same transfer.transport on both sides" in theirs.reason
+    assert "set the same --transport" in theirs.reason
 
 
 @pytest.mark.parametrize("kind", [Kind.ASK, Kind.AGAIN])
@@ -183,7 +183,7 @@ def test_handshakers_accept_each_other_once() -> None:
     assert [new.engine for new in pair.d.take_accepted()] == ["p0"]
     assert [new.engine for new in pair.p.take_accepted()] == ["d0"]
     assert pair.p.take_accepted() == pair.p.take_gone() == []
-    assert pair.p.book.get(EngineId("d0")).address == "127.0.0.1:7000"  # where it listens, not where it spoke from
+    assert pair.p.peers.get(EngineId("d0")).address == "127.0.0.1:7000"  # where it listens, not where it spoke from
 
 
 def test_a_refused_peer_costs_nothing_per_request() -> None:
@@ -192,7 +192,7 @@ def test_a_refused_peer_costs_nothing_per_request() -> None:
         assert pair.want(request / 1000) == "refused"
     assert pair.num_asked == 1
     assert pair.d.take_accepted() == pair.p.take_accepted() == []
-    assert "kv.dtype" in pair.d.book.get(pair.p.local.engine).reason
+    assert "kv.dtype" in pair.d.peers.get(pair.p.local.engine).reason
 
 
 def test_a_mended_prefill_pairs_without_a_restart_of_decode() -> None:
@@ -228,7 +228,7 @@ def test_the_second_engine_of_one_id_is_told() -> None:
     assert second.want(1.0) == "accepted"  # it may be a restart
     pair.d = Handshaker(side("d0", "i1", role=Role.DECODE))
     assert pair.want(2.0) == "refused"  # it was not: the first one still speaks
-    assert "two engines have the id 'd0'" in pair.d.book.get(pair.p.local.engine).reason
+    assert "two engines have the id 'd0'" in pair.d.peers.get(pair.p.local.engine).reason
 
 
 def test_an_address_that_answers_as_another_engine_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_an_address_that_answers_as_another_engine_is_refused() -> None:
     d.want("p1", None, "10.0.0.1", 5600, 0.0)  # type: ignore[arg-type]
     for asked in d.take_asks():
         d.replied(asked.token, Handshaker(side("p0")).answer(asked.body, "x", 0.0), 0.0)
-    peer = d.book.get("p1")  # type: ignore[arg-type]
+    peer = d.peers.get("p1")  # type: ignore[arg-type]
     assert peer.state == "refused"
     assert peer.reason.startswith("10.0.0.1:5600 answers as 'p0' and not as 'p1'")
     assert d.take_accepted() == []

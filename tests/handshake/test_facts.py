@@ -54,7 +54,7 @@ def test_fp8_of_another_format_is_not_equal() -> None:
 
 
 def test_auto_without_a_checkpoint_dtype_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"dtype='auto' says 'the same as the checkpoint'.*--dtype bfloat16"):
+    with pytest.raises(ConfigError, match=r"dtype='auto' means 'the same as the checkpoint'.*--dtype bfloat16"):
         facts(dtype="auto", checkpoint_dtype=None)
 
 
@@ -96,7 +96,7 @@ def test_what_is_no_set_of_facts_is_refused(raw: object) -> None:  # R20
 
 
 def test_a_fact_told_twice_is_refused() -> None:
-    with pytest.raises(MalformedMessage, match=r"'kv\.dtype' is told twice"):
+    with pytest.raises(MalformedMessage, match=r"'kv\.dtype' is reported twice"):
         Facts([Fact("kv.dtype", "a", FactKind.MUST_MATCH), Fact("kv.dtype", "b", FactKind.MUST_MATCH)])
 
 

@@ -45,7 +45,7 @@ def test_only_the_directions_that_the_roles_allow_are_paired() -> None:
 def test_ranks_out_of_order_are_malformed() -> None:  # R20
     p = engine("p", Role.PREFILL, 2)
     swapped = msgspec.structs.replace(p.hello, ranks=p.hello.ranks[::-1])
-    with pytest.raises(MalformedMessage, match="its ranks are not in order"):
+    with pytest.raises(MalformedMessage, match="must be in the order of their index"):
         layouts_of(swapped)
 
 
@@ -75,9 +75,7 @@ def test_a_window_on_prefill_where_decode_keeps_every_token_is_refused_on_both_s
         return msgspec.structs.replace(hello, ranks=(rank,))
 
     window, full = windowed(hybrid=True), windowed(hybrid=False)
-    reason = (
-        r"layer 'layers.0.attn' part 'k': decode keeps every token of it, and prefill the last 8 only; use the same"
-    )
+    reason = r"layer 'layers.0.attn' part 'k': decode keeps every token of it, but prefill keeps only the last 8; use"
     with pytest.raises(IncompatiblePeer, match=reason):
         make_fit((window,), Role.PREFILL)(says(full, d.hello))
     with pytest.raises(IncompatiblePeer, match=reason):

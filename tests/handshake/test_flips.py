@@ -116,8 +116,8 @@ def test_a_flip_names_exactly_that_fact(name: str) -> None:  # R2 R3 R4 R10 R13
     assert row.kind is FACTS[name].kind
     assert answer.refused is (row.kind is FactKind.MUST_MATCH)
     assert len(row.remedy("prefill-0", "decode-0")) > 12
-    assert "{value}" not in row.mend_a + row.mend_b
-    assert "{model}" not in row.mend_a + row.mend_b
+    assert "{value}" not in row.remedy_a + row.remedy_b
+    assert "{model}" not in row.remedy_a + row.remedy_b
     assert verdict(decode, prefill) == answer.mirrored()  # the same on both sides
     if answer.refused:
         text = answer.refusal("prefill-0", "decode-0")
@@ -188,7 +188,28 @@ def test_a_remedy_says_what_to_do_whichever_side_has_nothing(name: str, engine: 
     on_prefill, on_decode = FLIPS[name]
     for one, other in ((on_prefill, on_decode), (on_decode, on_prefill)):
         rows = verdict(facts(engine=engine, **one), decode_facts(engine=engine, **other)).blocking()
-        for mend in (mend for row in rows for mend in (row.mend_a, row.mend_b)):
-            assert len(mend) > 12, mend
-            assert not mend.startswith("has no setting"), mend
-            assert "change it on the other side" not in mend, "neither side could"
+        for remedy in (text for row in rows for text in (row.remedy_a, row.remedy_b)):
+            assert len(remedy) > 12, remedy
+            assert not remedy.startswith("has no setting"), remedy
+            assert "change it on the other side" not in remedy, "neither side could"
+
+
+@pytest.mark.parametrize(
+    ("on_prefill", "on_decode", "remedy"),
+    [
+        ({"hma": True}, {}, "--no-disable-hybrid-kv-cache-manager"),
+        ({}, {"hma": True}, "--disable-hybrid-kv-cache-manager"),
+        ({"cross_layer_blocks": True}, {}, "VLLM_KV_CACHE_LAYOUT=BLNHC"),
+        ({}, {"cross_layer_blocks": True}, "VLLM_KV_CACHE_LAYOUT=LBNHC"),
+    ],
+)
+def test_vllm_is_told_the_flag_for_the_value(
+    on_prefill: dict[str, object], on_decode: dict[str, object], remedy: str
+) -> None:  # R10
+    answer = verdict(facts(engine="vllm", **on_prefill), decode_facts(engine="vllm", **on_decode), strict=True)
+    assert [row.remedy("p0", "d0") for row in answer.blocking()] == [f"on d0: {remedy}"]
+
+
+def test_vllm_is_told_the_role_in_its_words() -> None:  # R10
+    row = verdict(facts(engine="vllm"), facts(engine="vllm")).blocking()[0]
+    assert row.remedy_a == """--kv-transfer-config '{"kv_role": "kv_consumer"}'"""

@@ -51,7 +51,7 @@ def test_prefill_alone_with_a_drafter_is_a_note(on_decode: SpeculationFacts | No
         assert answer.kind is VerdictKind.NOTES
         assert answer == verdict(b, a).mirrored()
         assert next(row.fact for row in answer.rows if row.kind is not FactKind.INFORMATIVE) == "speculation.method"
-        assert "prefill's drafter costs prefill time" in answer.notes()[0]
+        assert "prefill's drafter is wasted work" in answer.notes()[0]
         assert answer.rows[0].remedy().startswith("nothing to do: decode drafts nothing")
         assert verdict(a, b, strict=True).refused
         assert verdict(facts(strict=True, speculation=eagle(method=method)), b).refused

@@ -79,7 +79,7 @@ def test_bridged_says_how_and_at_what_price() -> None:
     assert answer.explain("p", "d") == (
         "p and d can share a cache; what differs is bridged\n"
         "  kv.block_tokens: p=[16,16] d=[32,32]; "
-        "nothing to do: tokens have positions; runs are as long as the smaller block"
+        "nothing to do: tokens are matched by position; runs are as long as the smaller block"
     )
 
 
@@ -102,7 +102,7 @@ def test_json_has_the_promised_names() -> None:
 
 def test_a_peers_value_is_quoted_in_what_a_person_may_paste() -> None:
     answer = verdict(decode_facts(), facts().replace({"kv.dtype": "x; rm -rf ~ {model}\n"}))
-    assert answer.rows[0].mend_a == "kvferry serve --kv-dtype 'x; rm -rf ~ {model}\\n'"
+    assert answer.rows[0].remedy_a == "kvferry serve --kv-dtype 'x; rm -rf ~ {model}\\n'"
 
 
 @pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, "decode"), (Role.DECODE, "prefill")])

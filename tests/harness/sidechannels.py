@@ -66,11 +66,11 @@ def shake(handshaker: Handshaker, client: SideChannelClient, peer: str, port: in
             client.ask_nowait(asked.host, asked.port, asked.body, asked.token)
         for token, reply in client.poll():
             handshaker.replied(token, reply, time.monotonic())
-        return handshaker.book.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
+        return handshaker.peers.get(peer).state is not PeerState.ASKING  # type: ignore[arg-type]
 
     handshaker.want(peer, None, "127.0.0.1", port, time.monotonic())  # type: ignore[arg-type]
     until(done, f"a verdict on {peer}", within_s=within_s, meanwhile=lambda: client.wait(0.05))
-    return handshaker.book.get(peer).state  # type: ignore[arg-type]
+    return handshaker.peers.get(peer).state  # type: ignore[arg-type]
 
 
 def num_descriptors() -> int:

@@ -383,20 +383,20 @@ def page(matrix: Matrix) -> str:
 
 
 _PAGE = """<!-- Made by `python -m tests.layout.matrix --page docs/reference/layout-matrix.md`. Do not edit. -->
-# What was tried: the matrix of layouts
+# The matrix of tested layouts
 
 Every combination below is planned, copied and compared byte by byte, once with direct runs and once staged (packed,
-one run, unpacked): every byte that decode needs arrives, and no other byte of its cache changes. The format is
-[layout](layout.md); random pairs of everything else that it allows are tested beside this, in
+moved as one run, unpacked): every byte that decode needs arrives, and no other byte of its cache changes. The format is
+[layout](layout.md). Random pairs of everything else that the format allows are tested in
 tests/layout/test_property.py.
 
-* **TP x TP, PP x PP**: tensor parallel sizes {TP} and pipeline sizes {PP} on both sides; prefill NHD on pages that
-  groups share, decode HND in blocks over all layers, with its regions and tensors in another order; 37 tokens, of which
-  decode has 5.
-* **block sizes x NHD/HND**: blocks of {block} tokens and NHD and HND on both sides, TP 2 to TP 1; 150 tokens.
-* **own prefixes**: the same block sizes; decode has 0, 1, 2, ... tokens of its own, up to three of its blocks.
+* **TP x TP, PP x PP**: tensor parallel sizes {TP} and pipeline sizes {PP} on both sides; prefill uses NHD on
+  pages that groups share, decode uses HND in blocks over all layers, with its regions and tensors in another order; 37
+  tokens, of which decode already has 5.
+* **block sizes x NHD/HND**: blocks of {block} tokens, and NHD and HND, on both sides; TP 2 to TP 1; 150 tokens.
+* **own prefixes**: the same block sizes; decode already has 0, 1, 2, ... tokens, up to three of its blocks.
 
-Correct / tried:
+Correct of all tried:
 
 {table}
 

@@ -103,7 +103,7 @@ def test_a_layer_on_two_stages_is_refused() -> None:  # R19
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
-        ([], "names no ranks"),
+        ([], "describes no ranks"),
         ([attention(), attention()], "two ranks of one engine have the index 0"),
         ([attention(), attention(rank=Rank(1))], r"ranks 0 and 1 are both at \(pp, tp, cp\) = \(0, 0, 0\)"),
         (

@@ -26,7 +26,7 @@ def test_keys_differ(tmp_path: Path) -> None:
 
 def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
     new_key(tmp_path / "key")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         new_key(tmp_path / "key")
     with pytest.raises(ConfigError, match="cannot write"):
         new_key(tmp_path / "no" / "key")

@@ -68,7 +68,7 @@ def test_refused_strangers_fill_no_book() -> None:  # R24
     for index in range(NUM_REFUSED):
         stranger = side(f"stranger-{index}", role=Role.DECODE, kv_dtype="fp8")
         assert decode_envelope(handshaker.answer(ask(stranger), "x", float(index))).kind is Kind.REFUSE
-    assert len(handshaker.book.peers()) == 64
+    assert len(handshaker.peers.snapshot()) == 64
 
 
 def test_close_leaves_no_thread_and_no_descriptor() -> None:  # R24

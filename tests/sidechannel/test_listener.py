@@ -51,7 +51,7 @@ def test_without_a_key_only_loopback_is_asked() -> None:
         client.ask_nowait("10.0.0.1", 5600, b"x", 7)
         result = collect(client, 1)[7]
     assert isinstance(result, ConfigError)
-    assert "refusing to speak to it" in str(result)
+    assert "refusing to connect to it" in str(result)
 
 
 def test_a_port_that_is_taken_names_the_setting() -> None:
@@ -82,7 +82,7 @@ def test_a_wrong_key_never_reaches_the_handler(key: str, tmp_path: Path) -> None
     theirs = settings(timeout_s=0.5, key_file=str(tmp_path / "other") if key == "other" else None)
     ours = settings(key_file=str(tmp_path / "key"))
     with listening(handler, ours) as server:
-        with asking(theirs) as stranger, pytest.raises(PeerLost, match=r"has it the same side_channel\.key_file"):
+        with asking(theirs) as stranger, pytest.raises(PeerLost, match=r"does it use the same --key-file"):
             stranger.ask("127.0.0.1", server.port, b"let me in")
         with asking(ours) as friend:
             assert friend.ask("127.0.0.1", server.port, b"hello") == b"secret"

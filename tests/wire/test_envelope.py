@@ -47,7 +47,7 @@ def test_the_schema_is_frozen() -> None:  # R8
     ("body", "message"),
     [
         (b"", "not a kvferry handshake"),
-        (b"GET / HTTP/1.1", "not a kvferry handshake: it begins with b'GET / HT'"),
+        (b"GET / HTTP/1.1", "not a kvferry handshake: the message begins with b'GET / HT'"),
         (MAGIC, "handshake envelope: "),
         (MAGIC + b"\xff" * 64, "handshake envelope: "),
         (MAGIC + b"\x91" * 100_000, "handshake envelope: "),

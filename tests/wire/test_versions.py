@@ -104,5 +104,5 @@ def test_the_highest_common_version_is_spoken(
 
 @pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (2, 1), (1, PROTOCOL_MAX + 1)])
 def test_a_range_that_we_cannot_speak_is_refused(oldest: int, newest: int) -> None:
-    with pytest.raises(ConfigError, match=r"set side_channel\.protocol_max"):
+    with pytest.raises(ConfigError, match=r"set --protocol-max \(side_channel\.protocol_max\)"):
         ProtocolRange(oldest, newest)

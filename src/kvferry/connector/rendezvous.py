@@ -81,7 +81,7 @@ class Rendezvous:
         peer = handshaker.want(engine, incarnation, host, port, self._clock.now_s())
         if peer.state is not PeerState.ACCEPTED:
             self._exchange(handshaker)
-            peer = handshaker.book.get(engine) if peer.state is not PeerState.REFUSED else peer
+            peer = handshaker.peers.get(engine) if peer.state is not PeerState.REFUSED else peer
         else:
             # The listener's thread may have accepted it a moment ago: the worker halves must learn of the peer before
             # they receive an order that names it.
@@ -99,7 +99,7 @@ class Rendezvous:
 
     def peers(self) -> tuple[Peer, ...]:
         """Return all known peers, with the reason if one was refused."""
-        return self._handshaker.book.peers() if self._handshaker is not None else ()
+        return self._handshaker.peers.snapshot() if self._handshaker is not None else ()
 
     def close(self) -> None:
         """Close both sockets and end the listener's thread. Idempotent."""
@@ -132,7 +132,7 @@ class Rendezvous:
                 logger.info("peer gone peer=%s incarnation=%s cause=%s", peer.engine, peer.incarnation, peer.reason)
             came = []
             for accepted in handshaker.take_accepted():
-                now = handshaker.book.get(accepted.engine)
+                now = handshaker.peers.get(accepted.engine)
                 if now.paired and now.incarnation == accepted.incarnation:  # else it has gone in between
                     came.append(accepted)
             if gone or came:
@@ -140,7 +140,7 @@ class Rendezvous:
             now_s = self._clock.now_s()
             if now_s >= self._expire_at_s:
                 self._expire_at_s = now_s + _EXPIRE_EVERY_S
-                handshaker.book.expire(now_s)
+                handshaker.peers.expire(now_s)
 
 
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:

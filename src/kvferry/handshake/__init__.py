@@ -1,1 +1,1 @@
-"""May these two engines share a cache, and if not, why not. No I/O."""
+"""Decides whether two engines can share a cache, and if not, why not. No I/O."""

@@ -1,6 +1,6 @@
-"""What an engine fills in to say what it is: plain values, straight from its configuration. Facts are made from it.
+"""The description that an engine gives of itself: plain values from its configuration, from which facts are made.
 
-Raw settings are welcome (`auto`, `fp8`, `torch.bfloat16`): the table of facts turns them into effective values.
+Raw settings (`auto`, `fp8`, `torch.bfloat16`) are fine: the table of facts turns them into effective values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,35 +14,37 @@ __all__ = ["EngineDescription", "SpeculationFacts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationFacts:
-    """How an engine drafts. Leave it out of the EngineDescription where it does not."""
+    """How an engine drafts. EngineDescription.speculation is None if it does not."""
 
     method: str
-    """`eagle`, `eagle3`, `mtp`, `dflash`, `dspark`; `draft_model`; `ngram`, `suffix`. `deepseek_mtp` is `mtp`."""
+    """The method: `eagle`, `eagle3`, `mtp`, `dflash`, `dspark`, `draft_model`, `ngram` or `suffix`. Every name that
+    ends in `mtp` counts as `mtp`."""
     draft_model: str | None = None
-    """Id or path of the draft model; None where the draft is part of the target's checkpoint."""
+    """The id or path of the draft model; None if the draft is part of the target's checkpoint."""
     draft_revision: str | None = None
     draft_code_revision: str | None = None
     draft_fingerprint: str | None = None
-    """handshake.fingerprint of the draft's files: where it is known, a path and a name of one draft agree."""
+    """The fingerprint of the draft's files (handshake.fingerprint). If both sides know it, a path and a name of one
+    draft agree."""
     parallel_drafting: bool = False
     draft_kv_dtype: str | None = None
-    """The override; None inherits the target's KV dtype."""
+    """An override of the draft's KV dtype; None inherits the target's."""
     aux_layers: Sequence[int] | None = None
-    """Ids of the target's layers whose hidden states the draft reads; None: the method's own choice."""
+    """The ids of the target's layers whose hidden states the draft reads; None for the method's own choice."""
     num_layers: int | None = None
-    """Layers (MTP: modules) of the draft that keep KV."""
+    """The number of the draft's layers (for MTP: modules) that keep KV."""
     num_tokens: int | None = None
-    """Draft depth. Never compared (R5)."""
+    """The number of drafts per step. It never has to match (R5)."""
     attention_backend: str | None = None
-    """Of the draft. Never compared (R5)."""
+    """The draft's attention backend. It never has to match (R5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """One engine: who it is, what its model is, how its cache looks. Fill in what you know; None is "not told"."""
+    """One engine: its name, its model, and the form of its cache. Fill in what is known; None means "not reported"."""
 
     engine: str
-    """`mini` or `vllm`: chooses the words of remedies, too."""
+    """The kind of engine, `mini` or `vllm`. It also decides how remedies are worded."""
     engine_version: str
     role: Role
     mode: TransferMode
@@ -51,47 +53,48 @@ class EngineDescription:
     strict: bool = False
 
     model_id: str
-    """As the operator named it: a hub name or a path."""
+    """The model as the operator named it: a hub name or a path."""
     fingerprint: str | None = None
-    """handshake.fingerprint of the model's files. Unknown: model id and revision are compared in its place."""
+    """The fingerprint of the model's files (handshake.fingerprint). If it is not known, model id and revision are
+    compared instead."""
     revision: str | None = None
     tokenizer: str | None = None
-    """handshake.fingerprint of tokenizer and chat template: both sides turn the same text into tokens."""
+    """The fingerprint of tokenizer and chat template. If it is equal, both sides turn text into the same tokens."""
     quantization: str | None = None
     dtype: str
-    """Of weights and activations; `auto` takes `checkpoint_dtype`."""
+    """The dtype of weights and activations; `auto` stands for `checkpoint_dtype`."""
     checkpoint_dtype: str | None = None
 
     total_kv_heads: int
-    """Of the whole model, before tensor parallelism. MLA: 1."""
+    """The number of KV heads of the whole model, before tensor parallelism; 1 for MLA."""
     head_size: int
     hidden_layers: int
     layer_kinds: Sequence[str] = ()
-    """One word a hidden layer: `full`, `window`, `mamba`, ..."""
+    """One word per hidden layer: `full`, `window`, `mamba`, ..."""
     rope: Mapping[str, object] | None = None
-    """Everything that decides how positions are turned into angles: theta, scaling, partial factor, ..."""
+    """Everything that decides how positions become angles: theta, scaling, partial factor, ..."""
     window_tokens: int | None = None
     max_context_tokens: int | None = None
 
     kv_dtype: str = "auto"
-    """`auto` takes the model's dtype."""
+    """The dtype of the cache; `auto` stands for the model's dtype."""
     kv_scales: str | None = None
-    """A digest of the KV scales, or where they come from (`checkpoint`, `calculated`); None: no scales."""
+    """A digest of the KV scales, or where they come from (`checkpoint`, `calculated`); None if there are no scales."""
     packings: Sequence[str] = ()
-    """Tags of opaque packings (layout.description.Tensor.encoding) in use."""
+    """The tags of the opaque packings in use (layout.description.Tensor.encoding)."""
     state_dtypes: Sequence[str] = ()
-    """dtypes of recurrent states, by part: `conv=bfloat16`, `ssm=float32`."""
+    """The dtypes of recurrent states, per part: `conv=bfloat16`, `ssm=float32`."""
 
     attention_backend: str
     kv_layout: str | None = None
-    """`NHD` or `HND`, or the engine's own word."""
+    """`NHD` or `HND`, or the engine's own name for its layout."""
     cross_layer_blocks: bool = False
     hma: bool = False
-    """Hybrid memory allocator: groups of layers share physical pages."""
+    """Whether the hybrid memory allocator is on: groups of layers share physical pages."""
     block_tokens: Sequence[int] = ()
-    """Tokens a block, one number a cache group."""
+    """The number of tokens per block, one number per cache group."""
     layer_groups: Mapping[str, int] | None = None
-    """Layer name to cache group."""
+    """Maps a layer's name to its cache group."""
     tp: int = 1
     pp: int = 1
     cp: int = 1

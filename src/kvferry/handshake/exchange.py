@@ -1,11 +1,12 @@
-"""The handshake as functions from bytes to bytes: no socket, no clock, no memory.
+"""The handshake as functions from bytes to bytes, without a socket, a clock or memory.
 
-Order (R1, R8): envelope -> who is it -> protocol version -> facts (digest, verdict) -> only then the payload, which is
-decoded, checked as hostile, and paired. Whoever fails on the way gets a refusal that says why, and has cost nothing.
+A message is checked in this order (R1, R8): envelope, identity, protocol version, facts (digest, then verdict), and
+only then the payload, which is decoded, checked as hostile, and paired. A peer that fails a check gets a refusal with
+the reason, and has cost nothing.
 
-The asker sends ASK. The answer is ACCEPT with the answerer's payload; REFUSE or BUSY with a reason; or AGAIN, where the
-answerer speaks an older protocol than the payload that was sent: the asker sends it once more in that version.
-Both sides compare the same facts with the same function, so they come to the same verdict.
+The asker sends ASK. The answer is ACCEPT with the answerer's payload; REFUSE or BUSY with a reason; or AGAIN, if the
+payload is in a newer protocol version than the answerer speaks: then the asker sends it once more in that version. Both
+sides compare the same facts with the same function, so they reach the same verdict.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +37,12 @@ __all__ = [
 ]
 
 Fit = Callable[[Hello], None]
-"""Do the layouts of the two sides fit, all ranks with all ranks? Raises IncompatiblePeer or MalformedMessage."""
+"""Checks that the layouts of both sides fit, all ranks with all ranks. Raises IncompatiblePeer or MalformedMessage."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSide:
-    """What this engine says of itself, for its whole life."""
+    """What this engine reports about itself. It stays the same for the engine's whole life."""
 
     facts: Facts
     hello: Hello
@@ -50,7 +51,7 @@ class LocalSide:
 
     @property
     def engine(self) -> EngineId:
-        """Our id."""
+        """Our engine id."""
         return EngineId(self.hello.engine)
 
     @property
@@ -61,48 +62,49 @@ class LocalSide:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The pair fits. `hello` is decoded, checked and paired."""
+    """The pair fits. `hello` has been decoded, checked and paired."""
 
     engine: EngineId
     incarnation: Incarnation
     protocol: int
     hello: Hello
     verdict: Verdict
-    """a is us, b is the peer."""
+    """The verdict, in which a is this engine and b is the peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Our payload was of a version that the peer does not speak: send it in this one."""
+    """Our payload was in a version that the peer does not speak. It must be sent again in this one."""
 
     protocol: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The pair does not fit, or the peer could not be understood. `engine` is None where even that is not known."""
+    """The pair does not fit, or the peer's message is malformed. `engine` is None if not even that is known."""
 
     reason: str
     engine: EngineId | None = None
     incarnation: Incarnation | None = None
     verdict: Verdict | None = None
     temporary: bool = False
-    """Nothing was compared: the peer is busy."""
+    """True if nothing was compared because the peer is busy."""
 
 
 def ask(local: LocalSide, protocol: int | None = None) -> bytes:
-    """The question, with our payload in version `protocol` (by default the newest that we speak)."""
+    """Returns an ASK message, with our payload in version `protocol` (by default the newest that we speak)."""
     protocol = local.protocols.newest if protocol is None else protocol
     return encode_envelope(_envelope(local, Kind.ASK, protocol=protocol, payload=encode_hello(local.hello, protocol)))
 
 
 def refuse(local: LocalSide, reason: str) -> bytes:
-    """The answer to a peer that does not fit. It has all our facts, so that the peer finds the same verdict."""
+    """Returns the answer to a peer that does not fit. It has all our facts, so that the peer reaches the same
+    verdict."""
     return encode_envelope(_envelope(local, Kind.REFUSE, reason=reason[:MAX_REASON_CHARS]))
 
 
 def busy(engine: str, incarnation: str, reason: str) -> bytes:
-    """The answer of one who has no time to compare anything. Cheap: no facts."""
+    """Returns the answer of an engine that is too busy to compare. It is cheap, because it has no facts."""
     return encode_envelope(
         Envelope(
             kind=Kind.BUSY,
@@ -119,14 +121,17 @@ def busy(engine: str, incarnation: str, reason: str) -> bytes:
 
 
 def examine(local: LocalSide, envelope: Envelope) -> tuple[int, Verdict] | Refused:
-    """Protocol and facts of a peer; its payload stays untouched. The version to speak, or why not."""
+    """Checks the protocol and the facts of a peer, without decoding its payload.
+
+    Returns the version to speak and the verdict, or the refusal.
+    """
     who = EngineId(envelope.engine), Incarnation(envelope.incarnation)
     protocol = common_protocol(local.protocols, envelope.protocol_min, envelope.protocol_max)
     if protocol is None:
         ours = local.protocols
         older = "this one" if ours.newest < envelope.protocol_min else f"{envelope.engine!r}"
         return Refused(
-            f"{local.engine!r} speaks protocol {ours.oldest} to {ours.newest} and {envelope.engine!r} "
+            f"{local.engine!r} speaks protocol versions {ours.oldest} to {ours.newest}, and {envelope.engine!r} speaks "
             f"{envelope.protocol_min} to {envelope.protocol_max}: there is no common version. Upgrade kvferry on the "
             f"older side, {older} (newest here: {ours.newest}, {HISTORY[ours.newest]})",
             *who,
@@ -134,11 +139,11 @@ def examine(local: LocalSide, envelope: Envelope) -> tuple[int, Verdict] | Refus
     try:
         facts = _facts(envelope)
     except MalformedMessage as error:
-        return Refused(f"{envelope.engine!r} tells facts that cannot be read: {error}", *who)
+        return Refused(f"{envelope.engine!r} reports facts that cannot be read: {error}", *who)
     if digest(facts) != envelope.digest:
         return Refused(
-            f"{envelope.engine!r} sent a digest that is not the digest of its own facts: its message was changed on "
-            "the way, or its kvferry is broken. Install the same release on both sides",
+            f"{envelope.engine!r} sent a digest that is not the digest of its own facts: the message was changed on "
+            "the way, or its kvferry is faulty. Install the same release on both sides",
             *who,
         )
     answer = verdict(local.facts, facts)
@@ -148,10 +153,10 @@ def examine(local: LocalSide, envelope: Envelope) -> tuple[int, Verdict] | Refus
 
 
 def judge_ask(local: LocalSide, envelope: Envelope) -> tuple[bytes, Accepted | AskAgain | Refused]:
-    """Answer a question whose envelope is decoded: what to send back, and what it came to. Never raises for a peer."""
+    """Answers an ASK whose envelope is decoded. Returns the reply and the outcome. No peer can make it raise."""
     who = EngineId(envelope.engine), Incarnation(envelope.incarnation)
     if envelope.kind is not Kind.ASK:
-        result = Refused(f"{envelope.engine!r} sent {str(envelope.kind)!r} where a question was due", *who)
+        result = Refused(f"{envelope.engine!r} sent {str(envelope.kind)!r}; expected 'ask'", *who)
         return refuse(local, result.reason), result
     outcome = examine(local, envelope)
     if isinstance(outcome, Refused):
@@ -167,7 +172,7 @@ def judge_ask(local: LocalSide, envelope: Envelope) -> tuple[bytes, Accepted | A
 
 
 def judge_reply(local: LocalSide, body: bytes, *, asked_protocol: int) -> Accepted | AskAgain | Refused:
-    """What the answer to our question comes to. Never raises for a peer."""
+    """Returns the outcome of the answer to our ASK. No peer can make it raise."""
     try:
         envelope = decode_envelope(body)
     except MalformedMessage as error:
@@ -184,34 +189,34 @@ def judge_reply(local: LocalSide, body: bytes, *, asked_protocol: int) -> Accept
     if envelope.kind is Kind.AGAIN:
         if envelope.protocol != protocol or protocol == asked_protocol:
             return Refused(
-                f"{envelope.engine!r} asks for protocol {envelope.protocol} where {protocol} is the common version",
+                f"{envelope.engine!r} asks for protocol {envelope.protocol}, but the common version is {protocol}",
                 *who,
             )
         return AskAgain(protocol)
     if envelope.kind is not Kind.ACCEPT or envelope.protocol != protocol:
         return Refused(
             f"{envelope.engine!r} answered {str(envelope.kind)!r} in protocol {envelope.protocol}; "
-            f"'accept' in {protocol} was due",
+            f"expected 'accept' in protocol {protocol}",
             *who,
         )
     return _judge_payload(local, envelope, protocol, answer)
 
 
 def _judge_payload(local: LocalSide, envelope: Envelope, protocol: int, answer: Verdict) -> Accepted | Refused:
-    """The first look at the payload: facts and version have been accepted."""
+    """Decodes and checks the payload, after facts and version have been accepted."""
     who = EngineId(envelope.engine), Incarnation(envelope.incarnation)
     try:
         hello = decode_hello(envelope.payload, protocol)
         if (hello.engine, hello.incarnation) != (envelope.engine, envelope.incarnation):
             raise MalformedMessage(
-                f"the payload is of {hello.engine!r} ({hello.incarnation!r}) and its envelope of {envelope.engine!r} "
-                f"({envelope.incarnation!r})"
+                f"the payload is from {hello.engine!r} ({hello.incarnation!r}), but its envelope is from "
+                f"{envelope.engine!r} ({envelope.incarnation!r})"
             )
         ours, theirs = local.hello.ranks[0].transport, hello.ranks[0].transport
         if ours != theirs:
             raise IncompatiblePeer(
                 f"{local.engine!r} moves bytes by {ours!r} and {envelope.engine!r} by {theirs!r}: "
-                "set the same transfer.transport on both sides"
+                "set the same --transport (with vLLM: transfer.transport) on both sides"
             )
         local.fit(hello)
     except (MalformedMessage, IncompatiblePeer) as error:
@@ -236,6 +241,6 @@ def _envelope(local: LocalSide, kind: Kind, *, protocol: int = 0, payload: bytes
 
 def _facts(envelope: Envelope) -> Facts:
     facts: Sequence[WireFact] = envelope.facts
-    # A class that only a newer release knows is taken for the strictest.
+    # A class that only a newer release knows counts as the strictest.
     known = {str(kind): kind for kind in FactKind}
     return Facts(Fact(fact.name, fact.value, known.get(fact.kind, FactKind.MUST_MATCH)) for fact in facts)

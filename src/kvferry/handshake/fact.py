@@ -1,7 +1,7 @@
-"""What a row of the table of facts says. The rows are in table.py and table_speculation.py."""
+"""Defines a row of the table of facts. The rows are in table.py and table_speculation.py."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvferry.handshake.engine_description import EngineDescription
@@ -12,26 +12,27 @@ __all__ = ["NO_SETTING", "NO_SETTING_ON_EITHER", "Change", "FactKind", "FactSpec
 
 
 class FactKind(StrEnum):
-    """What a difference in a fact does."""
+    """What a difference in a fact leads to."""
 
     MUST_MATCH = "must match"
     """The bytes mean something else: the pair is refused."""
     BRIDGED = "bridged"
-    """The planner reconciles it, at a price that is named. Refused in strict mode only, if R2 lists it."""
+    """The planner reconciles it, at a known price. It is refused only in strict mode, and only if R2 lists the fact."""
     INFORMATIVE = "informative"
-    """Shown, and never more."""
+    """It is shown to people, and is never a reason to refuse."""
 
 
 class Change(StrEnum):
-    """Which side a difference is mended on."""
+    """The side on which a difference is fixed."""
 
     DECODE = "decode"
-    """Decode takes prefill's value; either side where the roles do not tell."""
+    """Decode takes prefill's value; if the roles do not tell the sides apart, either side may change."""
     ABSENT = "absent"
-    """The side that has nothing takes the other's value; where both have one, decode does."""
+    """The side that has no value takes the other's; if both have one, decode takes prefill's."""
     OLDER = "older"
     """The side with the lower value is upgraded."""
     EITHER = "either"
+    """Either side may change."""
 
 
 Read = Callable[[EngineDescription], FactValue]
@@ -39,37 +40,46 @@ Read = Callable[[EngineDescription], FactValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactSpec:
-    """One row. `settings` maps an engine's name to the setting that gives `{value}`; "" is the text for any engine."""
+    """One row of the table."""
 
     name: str
     kind: FactKind
     read: Read
     meaning: str
     why: str
-    """Must match: what would go wrong. Bridged: how it is bridged, and the price. Informative: why it cannot matter."""
+    """What would go wrong (must match), how it is bridged and at what price (bridged), or why it cannot matter
+    (informative)."""
     settings: Mapping[str, str]
+    """Maps an engine's name to the setting that gives it `{value}`; "" is the text for all other engines."""
+    vllm_values: Mapping[FactValue, str] = field(default_factory=dict)
+    """Maps a value to what vLLM calls it in its setting; other values are written as they are."""
     change: Change = Change.DECODE
     strict: bool = False
-    """One of R2's factors: in strict mode it must match, whatever its class."""
+    """True for the facts that must match in strict mode, whatever their class (R2)."""
     rules: str = ""
+    """The rules that ask for this fact, separated by spaces."""
     part_of: str | None = None
-    """Not compared where that fact is there on one side only: one row then says it all."""
+    """Another fact, of which this one is a detail. It is not compared if only one side has the other fact."""
     settled_by: str | None = None
-    """Informative where that fact is known."""
+    """Another fact that makes this one informative if it is known."""
     may_lack: Role | None = None
-    """A must-match fact that the side of this role may do without, in a pair whose roles tell the two apart: bridged
-    then, but not in strict mode."""
+    """The role that may do without this must-match fact. The fact is bridged then, if the roles tell the two sides
+    apart and strict mode is off."""
     lacking: str = ""
-    """How that is bridged, and its price."""
+    """How it is bridged if that side lacks the fact, and at what price."""
     complement: bool = False
-    """The two values must complete each other, and are left out of the digest: the role."""
+    """True for the role: the two values must complement each other, and the fact is left out of the digest."""
 
 
 NO_SETTING = "kvferry serve has no setting for it: change it on the other side"
+"""The remedy for a side that cannot be changed. The verdict then names the other side."""
 NO_SETTING_ON_EITHER = "serve the same checkpoint, drafter included, with the same kvferry as the other side"
-"""What a side is told that cannot be changed; the verdict then names the other side."""
+"""The remedy if neither side has a setting."""
 
 
 def flag(mini: str, vllm: str, other: str = "") -> dict[str, str]:
-    """Settings for the embedded engine ("": it has none), for vLLM, and for any other (by default vLLM's words)."""
+    """Returns FactSpec.settings for the embedded engine ("" if it has none), for vLLM, and for all other engines.
+
+    Other engines get vLLM's text by default.
+    """
     return {"mini": f"kvferry serve {mini}" if mini else NO_SETTING, "vllm": vllm, "": other or vllm}

@@ -1,9 +1,9 @@
-"""What a model is, whatever it is called: a digest of its config and weights that is cheap for a 400 GB checkpoint.
+"""Fingerprints: digests of a model's config and weights that are cheap to compute even for a checkpoint of 400 GB.
 
-Reads all of the small files that matter, the header of each safetensors file, and some bytes of up to MAX_TENSORS
-tensors, at places that follow from the tensor's name: how a checkpoint is cut into files makes no difference, and a
-path and a hub name of one model agree. Two models that share a name, or a config, do not. What it cannot see: a change
-of a few numbers in a tensor that misses every sampled byte. That guards against mistakes, not against malice.
+A fingerprint covers the small files that matter, the header of each safetensors file, and a few bytes of up to
+MAX_TENSORS tensors, at places that depend only on the tensors' names. So it does not matter how a checkpoint is split
+into files, and a path and a hub name of the same model agree; two models that only share a name or a config do not. It
+misses a change of a few numbers in a tensor if no sampled byte changes: it guards against mistakes, not against malice.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ from kvferry.modelfiles import TensorEntry, find_model, read_safetensors_header
 __all__ = ["MAX_TENSORS", "ModelFiles", "describe_model", "model_fingerprint", "tokenizer_fingerprint"]
 
 MAX_TENSORS = 4096
-"""Up to so many tensors all are sampled; of more, those whose names hash lowest (mixtures of experts have 100,000)."""
+"""The number of tensors that are sampled. If a checkpoint has more (mixtures of experts have 100,000), those whose
+names have the lowest hashes are sampled."""
 
 _SAMPLES = 2
 _SAMPLE_BYTES = 64
@@ -38,30 +39,30 @@ _TOKENIZERS = (
     "chat_template.json",
 )
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash"})
-"""Keys of config.json that say nothing about the numbers (the dtype is a fact of its own)."""
+"""Keys of config.json that do not influence the numbers (the dtype is compared as a separate fact)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What EngineDescription wants to know of a model's files."""
+    """What an EngineDescription contains about a model's files."""
 
     path: Path
     fingerprint: str
     tokenizer: str | None
-    """None: no tokenizer is there."""
+    """The fingerprint of the tokenizer; None if there is none."""
 
 
 def describe_model(name_or_path: str, revision: str | None = None) -> ModelFiles:
-    """Find a model and take its fingerprints. Blocks on the disk: seconds, once, at start."""
+    """Finds a model and computes its fingerprints. Blocks on the disk, for seconds, once at start."""
     path = find_model(name_or_path, revision)
     return ModelFiles(path, model_fingerprint(path), tokenizer_fingerprint(path))
 
 
 def model_fingerprint(path: Path) -> str:
-    """`kf1-` and 32 hex digits.
+    """Returns `kf1-` and 32 hex digits.
 
-    Raises UnknownModel for a place without weights and for a damaged safetensors file, ConfigError for a config.json
-    that is not readable.
+    Raises UnknownModel if there are no weights or a safetensors file is damaged, ConfigError if config.json cannot be
+    read.
     """
     root, files = _weight_files(path)
     digest = hashlib.sha256(b"kvferry fingerprint 1\n")
@@ -83,12 +84,12 @@ def model_fingerprint(path: Path) -> str:
 
 
 def tokenizer_fingerprint(path: Path) -> str | None:
-    """The same of everything that turns a chat into tokens; None if there is nothing."""
+    """Returns `kt1-` and 32 hex digits for everything that turns a chat into tokens; None if there is nothing."""
     digest = hashlib.sha256(b"kvferry tokenizer 1\n")
     if path.is_file():
         if path.suffix != ".gguf":
             return None
-        # The vocabulary is in the file's first part, and so is what else decides: all of it counts.
+        # The vocabulary, and all else that matters for tokens, is in the first part of the file, so all of it counts.
         digest.update(_opaque(path))
         return f"kt1-{digest.hexdigest()[:32]}"
     found = False
@@ -127,7 +128,7 @@ def _config(path: Path) -> bytes:
 
 
 def _samples(tensors: list[TensorEntry]) -> Iterator[tuple[TensorEntry, bytes]]:
-    """Bytes of each sampled tensor, in the order of names; files are opened once each."""
+    """Yields the bytes of each sampled tensor, in the order of names. Each file is opened once."""
     sampled = tensors
     if len(tensors) > MAX_TENSORS:
         lowest = sorted(tensors, key=lambda tensor: hashlib.sha256(tensor.name.encode()).digest())[:MAX_TENSORS]
@@ -145,7 +146,7 @@ def _samples(tensors: list[TensorEntry]) -> Iterator[tuple[TensorEntry, bytes]]:
 
 
 def _places(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
-    """(offset in the file, length) of what is read of a tensor: where follows from its name and size alone."""
+    """Yields (offset in the file, length) of the bytes to read, which depend only on the tensor's name and size."""
     size = tensor.stop - tensor.start
     if size <= _SAMPLES * _SAMPLE_BYTES:
         yield tensor.start, size
@@ -159,7 +160,10 @@ def _places(tensor: TensorEntry) -> Iterator[tuple[int, int]]:
 
 
 def _opaque(file: Path) -> bytes:
-    """A file whose inside we do not read: its size, its beginning, and even samples. Its name is not counted."""
+    """Returns a digest of a file whose format is not parsed: its size, its beginning, and evenly spaced samples.
+
+    The name of the file does not count.
+    """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with file.open("rb", buffering=0) as stream:
@@ -174,5 +178,5 @@ def _read_at(stream: BinaryIO, place: tuple[int, int]) -> bytes:
     offset, length = place
     data = os.pread(stream.fileno(), length, offset)
     if len(data) != length:
-        raise ConfigError(f"{stream.name!r} ended while it was read. Download the model again")
+        raise ConfigError(f"{stream.name!r} became shorter while it was read. Download the model again")
     return data

@@ -1,4 +1,4 @@
-"""Do the layouts of two engines fit: every rank that wants KV covered by the ranks that have it, in both directions."""
+"""Checks that the layouts of two engines fit: each rank that needs KV is covered by the ranks that have it."""
 
 from collections.abc import Sequence
 
@@ -14,22 +14,22 @@ __all__ = ["layouts_of", "make_fit"]
 
 
 def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
-    """The checked layouts of all ranks. Raises MalformedMessage, also where the ranks are not in the order of index."""
+    """Returns the checked layouts of all ranks. Raises MalformedMessage, also if the ranks are not in order."""
     layouts = tuple(decode_layout(rank.layout) for rank in hello.ranks)
     for position, layout in enumerate(layouts):
         if layout.rank.index != position:
             raise MalformedMessage(
                 f"rank {position} of {hello.engine!r} sends the layout of rank {layout.rank.index}: "
-                "its ranks are not in order"
+                "the ranks must be in the order of their index"
             )
     return layouts
 
 
 def make_fit(local: Sequence[CacheLayout], role: Role) -> Fit:
-    """The check that a handshake makes of a peer's payload: a pure function of both engines' layouts and roles.
+    """Returns the check that a handshake makes of a peer's payload. It depends only on both sides' layouts and roles.
 
-    Both sides pair the same layouts in the same directions, so they agree. Nothing of the result is kept: whoever moves
-    bytes pairs again for the ranks that it needs.
+    Both sides pair the same layouts, in both directions that their roles allow, so they agree. The pairings are not
+    kept: the worker halves pair again, for the ranks that they need.
     """
 
     def fit(peer: Hello) -> None:
@@ -45,9 +45,10 @@ def make_fit(local: Sequence[CacheLayout], role: Role) -> Fit:
 
 
 def _check_windows(pairing: Pairing) -> None:
-    """Every token is kept by decode, and only a window of them by prefill: no prompt longer than the window could move.
+    """Raises IncompatiblePeer if decode keeps every token of a layer, but prefill keeps only a window of them.
 
-    (A transfer would say so, each time.) Decode may know that only the window is needed: its group then names one.
+    No prompt longer than the window could be handed over; without this check every such transfer would fail. It is fine
+    if decode's group has a window, too, as then only the window is needed.
     """
     for edge in pairing.edges:
         for part in edge.slices:
@@ -55,6 +56,7 @@ def _check_windows(pairing: Pairing) -> None:
             group = edge.destination.groups[edge.destination.tensors[part.destination_tensor].group]
             if source.kind is CacheKind.WINDOW and group.kind is CacheKind.FULL and group.window_tokens is None:
                 raise IncompatiblePeer(
-                    f"layer {part.layer!r} part {part.part!r}: decode keeps every token of it, and prefill the last "
-                    f"{source.window_tokens} only; use the same cache allocator on both sides (hybrid on, or off)"
+                    f"layer {part.layer!r} part {part.part!r}: decode keeps every token of it, but prefill keeps only "
+                    f"the last {source.window_tokens}; use the same cache allocator on both sides (with vLLM: "
+                    "--disable-hybrid-kv-cache-manager on both or on neither)"
                 )

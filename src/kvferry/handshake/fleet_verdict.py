@@ -1,4 +1,4 @@
-"""Every prefill engine of a fleet against every decode engine: which pairs fit, and why not. No I/O."""
+"""Compares every prefill engine of a fleet with every decode engine. No I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["Cell", "Member", "fleet_matrix", "shared_ids"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine of the fleet. `name` is how a person knows it: its URL, its file."""
+    """One engine of the fleet. `name` is what a person calls it: its URL or its file."""
 
     name: str
     engine: str
@@ -23,7 +23,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One pair. In its verdict, a is prefill and b is decode."""
+    """One pair of engines. In its verdict, a is prefill and b is decode."""
 
     prefill: Member
     decode: Member
@@ -31,14 +31,17 @@ class Cell:
 
 
 def fleet_matrix(members: Sequence[Member], *, strict: bool = False) -> tuple[Cell, ...]:
-    """Each prefill (or both) with each decode (or both) engine, but for an engine with itself; row by row."""
+    """Returns each pair of a prefill (or both) engine and a decode (or both) engine, row by row.
+
+    An engine is not paired with itself.
+    """
     prefills = [member for member in members if member.role is not Role.DECODE]
     decodes = [member for member in members if member.role is not Role.PREFILL]
     return tuple(Cell(p, d, verdict(p.facts, d.facts, strict=strict)) for p in prefills for d in decodes if p is not d)
 
 
 def shared_ids(members: Sequence[Member]) -> tuple[str, ...]:
-    """A sentence for each engine id that several engines use; they would take each other's place."""
+    """Returns one sentence per engine id that several engines use; each would replace the other."""
     by_id: dict[str, dict[str, str]] = {}
     for member in members:
         by_id.setdefault(member.engine, {}).setdefault(member.incarnation, member.name)

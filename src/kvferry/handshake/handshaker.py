@@ -1,7 +1,7 @@
 """Answers incoming handshakes, and starts outgoing ones to peers that requests name. No I/O.
 
-Threads: `answer` is called by the side channel's listener, the rest by the engine's thread; both may at any time.
-An engine's loop, once a step:
+Threads: the side channel's listener calls `answer`, and the engine's thread calls everything else, both at any time.
+An engine's loop does this once per step:
 
     handshaker.want(engine, incarnation, host, port, now)   for each request that names a peer; ACCEPTED: go on
     for ask in handshaker.take_asks(): client.ask_nowait(ask.host, ask.port, ask.body, ask.token)
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import FerryError, MalformedMessage
 from kvferry.handshake.exchange import Accepted, AskAgain, LocalSide, Refused, ask, judge_ask, judge_reply, refuse
-from kvferry.handshake.peer_table import BackOff, Peer, PeerAccepted, PeerBook, PeerGone, PeerState
+from kvferry.handshake.peer_table import BackOff, Peer, PeerAccepted, PeerGone, PeerState, PeerTable
 from kvferry.ids import EngineId, Incarnation
 from kvferry.wire.envelope import Envelope, decode_envelope
 from kvferry.wire.hello import encode_hello
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A question to send; `token` comes back with its reply."""
+    """A question to send; `token` identifies its reply."""
 
     token: int
     host: str
@@ -46,11 +46,11 @@ class _Sent:
 
 
 class Handshaker:
-    """One an engine."""
+    """The handshakes of one engine."""
 
     def __init__(self, local: LocalSide, *, max_peers: int = 4096, back_off: BackOff | None = None) -> None:
         self.local = local
-        self.book = PeerBook(local.engine, local.incarnation, max_peers=max_peers, back_off=back_off)
+        self.peers = PeerTable(local.engine, local.incarnation, max_peers=max_peers, back_off=back_off)
         self._lock = threading.Lock()
         self._tokens = itertools.count(1)
         self._sent: dict[int, _Sent] = {}
@@ -59,40 +59,41 @@ class Handshaker:
         self._gone: list[PeerGone] = []
 
     def want(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int, now_s: float) -> Peer:
-        """A request names a peer. Asks it if that is due. Returns what is known; cheap, called for every request.
+        """Returns what is known of a peer that a request names, and asks the peer if that is due.
 
-        ACCEPTED with the request's own incarnation (or where it names none): go on. ASKING: look again at the next
-        step. REFUSED and LOST: end or recompute the request, `reason` says why. ACCEPTED with another incarnation than
-        the request names: that one is not here; the request's cache is gone.
+        It is cheap, as it is called for every request. If the state is ACCEPTED with the incarnation that the request
+        names (or the request names none), the hand-off can start; with another incarnation, the one that the request
+        names is not there, and its cache is gone. ASKING means to call again in the next step. REFUSED and LOST mean to
+        recompute the request or to end it with an error, for the given `reason`.
         """
-        if self.book.may_ask(engine, now_s, incarnation):
-            obstacle = self.book.asking(engine, now_s, address=f"{host}:{port}", incarnation=incarnation)
+        if self.peers.may_ask(engine, now_s, incarnation):
+            obstacle = self.peers.asking(engine, now_s, address=f"{host}:{port}", incarnation=incarnation)
             if obstacle:
                 return Peer(engine=engine, state=PeerState.REFUSED, reason=obstacle, since_s=now_s)
             self._send(engine, host, port, self.local.protocols.newest)
             logger.info("handshake asked peer=%s address=%s:%s", engine, host, port)
-        return self.book.get(engine)
+        return self.peers.get(engine)
 
     def take_asks(self) -> list[Ask]:
-        """Questions to send now; each is handed out once."""
+        """Returns the questions to send now, each of them once."""
         with self._lock:
             asks, self._asks = self._asks, []
             return asks
 
     def take_accepted(self) -> list[PeerAccepted]:
-        """Peers accepted since the last call, on either side's question; each is handed out once."""
+        """Returns the peers that were accepted since the last call, whichever side asked, each of them once."""
         with self._lock:
             accepted, self._accepted = self._accepted, []
             return accepted
 
     def take_gone(self) -> list[PeerGone]:
-        """Incarnations to disconnect; each is handed out once. Before `take_accepted`, in each step."""
+        """Returns the incarnations to disconnect, each of them once. Call it before `take_accepted` in each step."""
         with self._lock:
             gone, self._gone = self._gone, []
             return gone
 
     def replied(self, token: int, reply: bytes | FerryError, now_s: float) -> None:
-        """The side channel has an answer, or says why there is none. An unknown token changes nothing."""
+        """Takes the reply to a question, or the error if there is none. An unknown token changes nothing."""
         with self._lock:
             sent = self._sent.pop(token, None)
         if sent is None:
@@ -103,7 +104,9 @@ class Handshaker:
         outcome = judge_reply(self.local, reply, asked_protocol=sent.protocol)
         if isinstance(outcome, AskAgain):
             if sent.protocol != self.local.protocols.newest:
-                self._refused(sent.engine, None, now_s, f"{sent.engine!r} asked a second time for another protocol")
+                self._refused(
+                    sent.engine, None, now_s, f"{sent.engine!r} asked for another protocol version a second time"
+                )
                 return
             self._send(sent.engine, sent.host, sent.port, outcome.protocol)
             return
@@ -111,7 +114,7 @@ class Handshaker:
         if outcome.engine is not None and outcome.engine != sent.engine:
             reason = (
                 f"{address} answers as {str(outcome.engine)!r} and not as {str(sent.engine)!r}: the request names the "
-                "wrong address, or two engines share one. Check the router's list of workers"
+                "wrong address, or two engines share an address. Check the router's list of workers"
             )
             self._refused(sent.engine, None, now_s, reason)
         elif isinstance(outcome, Refused):
@@ -120,34 +123,34 @@ class Handshaker:
             else:
                 self._refused(sent.engine, outcome.incarnation, now_s, outcome.reason, address)
         else:
-            heard = self.book.heard(outcome.engine, outcome.incarnation, address=address)
-            if heard.conflict or heard.full:
-                self._refused(sent.engine, None, now_s, heard.conflict or heard.full, address)
+            check = self.peers.check_sender(outcome.engine, outcome.incarnation, address=address)
+            if check.conflict or check.full:
+                self._refused(sent.engine, None, now_s, check.conflict or check.full, address)
             else:
                 self._welcome(outcome, now_s, address)
 
     def answer(self, body: bytes, address: str, now_s: float) -> bytes:
-        """What to send back to one who asks from `address`. Never raises for anything that a peer sends."""
+        """Returns the reply to a peer that asks from `address`. Nothing that a peer sends makes it raise."""
         try:
             envelope = decode_envelope(body)
         except MalformedMessage as error:
             logger.warning("handshake malformed address=%s cause=%s", address, error)
             return refuse(self.local, str(error))
         engine, incarnation = EngineId(envelope.engine), Incarnation(envelope.incarnation)
-        heard = self.book.heard(engine, incarnation, address=address)
-        if heard.conflict or heard.full:
+        check = self.peers.check_sender(engine, incarnation, address=address)
+        if check.conflict or check.full:
             logger.warning(
-                "handshake refused peer=%s address=%s cause=%s", engine, address, heard.conflict or heard.full
+                "handshake refused peer=%s address=%s cause=%s", engine, address, check.conflict or check.full
             )
-            return refuse(self.local, heard.conflict or heard.full)
+            return refuse(self.local, check.conflict or check.full)
         return self._judge(envelope, address, now_s)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str, now_s: float) -> None:
-        """The transport says that an accepted peer is gone. It is asked again when a request needs it."""
+        """Records that the transport lost an accepted peer. The peer is asked again when a request needs it."""
         self._lost(engine, incarnation, now_s, reason)
 
     def close(self) -> None:
-        """Forget everything that is under way."""
+        """Forgets all questions that have no reply yet."""
         with self._lock:
             self._sent.clear()
             self._asks.clear()
@@ -169,8 +172,8 @@ class Handshaker:
 
     def _welcome(self, accepted: Accepted, now_s: float, address: str) -> None:
         with self._lock:
-            known = self.book.get(accepted.engine)
-            replaced = self.book.accepted(
+            known = self.peers.get(accepted.engine)
+            replaced = self.peers.accepted(
                 accepted.engine,
                 accepted.incarnation,
                 now_s,
@@ -183,7 +186,7 @@ class Handshaker:
                     PeerGone(accepted.engine, replaced, f"replaced by incarnation {accepted.incarnation!r}")
                 )
             if known.paired and known.incarnation == accepted.incarnation:
-                return  # asked by both sides, or once more: it has been introduced
+                return  # both sides asked, or one side asked again: the peer is already in use
             self._accepted.append(PeerAccepted(accepted.engine, accepted.incarnation, encode_hello(accepted.hello)))
         logger.info(
             "handshake accepted peer=%s incarnation=%s address=%s protocol=%s verdict=%s notes=%s",
@@ -200,24 +203,25 @@ class Handshaker:
     ) -> None:
         level = self._level(engine, reason)
         with self._lock:
-            gone = self.book.refused(engine, incarnation, now_s, reason, address=address)
+            gone = self.peers.refused(engine, incarnation, now_s, reason, address=address)
             if gone is not None:
                 self._gone.append(PeerGone(engine, gone, reason))
         logger.log(level, "handshake refused peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
 
     def _level(self, engine: EngineId, reason: str) -> int:
-        """A failure is news once: a peer that fails for the same reason again must not fill the log."""
-        return logging.DEBUG if self.book.get(engine).reason == reason else logging.WARNING
+        """Returns WARNING for a new failure, and DEBUG for one with the same reason as the last, to keep the log
+        short."""
+        return logging.DEBUG if self.peers.get(engine).reason == reason else logging.WARNING
 
     def _lost(self, engine: EngineId, incarnation: Incarnation | None, now_s: float, reason: str) -> None:
         level = self._level(engine, reason)
         with self._lock:
-            gone = self.book.lost(engine, incarnation, now_s, reason)
+            gone = self.peers.lost(engine, incarnation, now_s, reason)
             if gone is not None:
                 self._gone.append(PeerGone(engine, gone, reason))
         logger.log(level, "peer lost peer=%s incarnation=%s cause=%s", engine, incarnation, reason)
 
 
 def _listening(accepted: Accepted, address: str) -> str:
-    """Where the peer can be asked: what it tells, else where it spoke from (version 1 tells nothing)."""
+    """Returns where the peer can be asked: the address that it reports, or the sender's (version 1 reports none)."""
     return f"{accepted.hello.host}:{accepted.hello.port}" if accepted.hello.host else address

@@ -1,16 +1,14 @@
-"""What is known of other engines, and when to ask them again. No I/O; time is an argument.
+"""Keeps what is known of other engines, and decides when to ask them again. No I/O; time is an argument.
 
-Life of a peer, one entry an engine id:
+The life of a peer, with one entry per engine id:
 
-    UNKNOWN    nobody has spoken of it.
-    ASKING     our question is on its way; it is not asked again.
-    ACCEPTED   the verdict was good, on whichever side asked. A new incarnation replaces the old one.
-    REFUSED    the verdict was bad, or the answer was no answer. Not asked again before `retry_at_s`; a request for it
-               fails at once, with the reason.
-    LOST       it was accepted, and is gone, or did not answer. As REFUSED, with a shorter back-off.
+UNKNOWN No request has named the peer, and it has not asked us. ASKING Our question is on its way; the peer is not asked
+again. ACCEPTED The pair fits, whichever side asked. A new incarnation replaces the old one. REFUSED The pair does not
+fit, or the answer was malformed. The peer is not asked again before `retry_at_s`; until then a request for it fails at
+once, with the reason. LOST The peer was accepted and has gone, or did not answer. As REFUSED, with a shorter back-off.
 
-A new incarnation is a restart: it may be asked at once, whatever was thought of the old one (I6). An incarnation that
-was replaced and speaks again is no restart: two engines run under one id, and both are named.
+A new incarnation means that the engine restarted: it may be asked at once, whatever happened to the old one (I6). If an
+incarnation that was replaced asks again, two engines run under one id: it is refused with a text that names both.
 """
 
 import threading
@@ -21,15 +19,16 @@ from enum import StrEnum
 from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
 
-__all__ = ["BackOff", "Heard", "Peer", "PeerAccepted", "PeerBook", "PeerGone", "PeerState"]
+__all__ = ["BackOff", "Peer", "PeerAccepted", "PeerGone", "PeerState", "PeerTable", "SenderCheck"]
 
 _MAX_FORMER = 8
-"""Incarnations remembered of one engine id: a fleet that restarts for ever must not fill our memory."""
+"""The number of former incarnations that are remembered per engine id, so that endless restarts do not fill our
+memory."""
 _MAX_REASON_CHARS = 2048
 
 
 class PeerState(StrEnum):
-    """See the module's text."""
+    """The state of a peer; the module's docstring explains them."""
 
     UNKNOWN = "unknown"
     ASKING = "asking"
@@ -40,7 +39,8 @@ class PeerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
-    """How long a peer is left alone after its nth failure in a row: first_s, doubled each time, up to longest_s."""
+    """How long a peer is not asked again: first_s after its first failure, doubled by each further one up to
+    longest_s."""
 
     refused_first_s: float = 2.0
     lost_first_s: float = 0.25
@@ -51,38 +51,38 @@ class BackOff:
             raise ConfigError(f"back-off {self!r} must have first times above 0 and at most longest_s")
 
     def wait_s(self, state: PeerState, failures: int) -> float:
-        """Seconds until it may be asked again, after `failures` in a row (1 or more)."""
+        """Returns the seconds until the peer may be asked again, after `failures` in a row (1 or more)."""
         first_s = self.refused_first_s if state is PeerState.REFUSED else self.lost_first_s
         return float(min(self.longest_s, first_s * 2.0 ** min(failures - 1, 30)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What is known of one engine id; an immutable snapshot, under 1 KiB."""
+    """What is known of one engine id: an immutable snapshot of under 1 KiB."""
 
     engine: EngineId
     state: PeerState = PeerState.UNKNOWN
     incarnation: Incarnation | None = None
-    """None: not known. Of ACCEPTED, always known."""
+    """The incarnation, or None if it is not known. It is always known if the state is ACCEPTED."""
     address: str = ""
-    """Where it was last reached, or spoke from."""
+    """The address at which the peer was last reached, or from which it asked."""
     protocol: int = 0
-    """The version spoken with an ACCEPTED peer."""
+    """The protocol version that is spoken with an ACCEPTED peer."""
     reason: str = ""
-    """Of REFUSED and LOST: why, with the remedy."""
+    """Why the peer is REFUSED or LOST, with the remedy."""
     notes: tuple[str, ...] = ()
-    """Of ACCEPTED: what differs and is bridged (Verdict.notes)."""
+    """The differences that are bridged with an ACCEPTED peer (Verdict.notes)."""
     since_s: float = 0.0
     asked_s: float = float("-inf")
-    """When the last question to it was sent."""
+    """When the last question to the peer was sent."""
     retry_at_s: float = 0.0
     failures: int = 0
     former: tuple[tuple[Incarnation, str], ...] = ()
-    """Incarnations that were replaced, and their addresses; the latest last."""
+    """Incarnations that were replaced and their addresses, latest last."""
     wanted: Incarnation | None = None
     """The incarnation that the last question was for, if a request named one."""
     paired: bool = False
-    """`incarnation` is accepted and has not been replaced: also while a newer one is asked for."""
+    """Whether `incarnation` is accepted and has not been replaced. It stays true while a newer one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +108,17 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What it means that an incarnation of an engine speaks."""
+class SenderCheck:
+    """The result of checking who sent a handshake. Both texts are empty if the sender may go on."""
 
     conflict: str = ""
-    """Two engines run under one id: the text names both. The speaker is to be refused."""
+    """Names two engines that run under one id. The sender must be refused."""
     full: str = ""
-    """There is no room for another peer: the text says which setting."""
+    """Says that there is no room for another peer, and which setting to change. The sender must be refused."""
 
 
-class PeerBook:
-    """All peers of one engine. Thread-safe: the listener's thread and the engine's share it; nothing in it blocks."""
+class PeerTable:
+    """All peers of one engine. Thread-safe: the listener's and the engine's thread share it. No method blocks."""
 
     def __init__(
         self, engine: EngineId, incarnation: Incarnation, *, max_peers: int = 4096, back_off: BackOff | None = None
@@ -131,17 +131,17 @@ class PeerBook:
         self._lock = threading.Lock()
 
     def get(self, engine: EngineId) -> Peer:
-        """A snapshot; UNKNOWN for a peer that nobody has spoken of."""
+        """Returns a snapshot of a peer, which is UNKNOWN if there is no entry."""
         with self._lock:
             return self._peers.get(engine) or Peer(engine=engine)
 
-    def peers(self) -> tuple[Peer, ...]:
-        """Snapshots of all of them, for /health and metrics."""
+    def snapshot(self) -> tuple[Peer, ...]:
+        """Returns snapshots of all peers, for /health and metrics."""
         with self._lock:
             return tuple(self._peers.values())
 
     def may_ask(self, engine: EngineId, now_s: float, incarnation: Incarnation | None = None) -> bool:
-        """Whether to send a handshake now. `incarnation`: the one that a request names, if it names one."""
+        """Returns whether to send a handshake now. `incarnation` is the one that a request names, if any."""
         peer = self.get(engine)
         if peer.state is PeerState.UNKNOWN:
             return True
@@ -151,14 +151,17 @@ class PeerBook:
         if peer.state is PeerState.ACCEPTED:
             return restarted and now_s >= peer.retry_at_s
         if restarted and incarnation != peer.wanted:
-            # The gap is for requests that name a new incarnation each: they cost a handshake in a while.
+            # If every request names a new incarnation, this gap limits how often they cost a handshake.
             return now_s - peer.asked_s >= self._back_off.lost_first_s
         return now_s >= peer.retry_at_s
 
     def asking(
         self, engine: EngineId, now_s: float, *, address: str = "", incarnation: Incarnation | None = None
     ) -> str:
-        """A handshake is on its way. Returns why it must not be, or "": no room, or the id is our own."""
+        """Records that a handshake is about to be sent. Returns why it must not be sent, or "" if it may.
+
+        It must not if there is no room for another peer, or if the id is our own.
+        """
         with self._lock:
             if engine == self._engine:
                 return self._our_own_id(incarnation, address)
@@ -168,7 +171,7 @@ class PeerBook:
                 if full:
                     return full
                 peer = Peer(engine=engine)
-            # Also where an older incarnation is accepted: its hand-offs go on until it is replaced or gone.
+            # An older incarnation may be accepted meanwhile: its hand-offs go on until it is replaced or gone.
             self._peers[engine] = replace(
                 peer,
                 state=PeerState.ASKING,
@@ -179,18 +182,18 @@ class PeerBook:
             )
             return ""
 
-    def heard(self, engine: EngineId, incarnation: Incarnation, *, address: str) -> Heard:
-        """An incarnation speaks: is it who it says it is? Changes nothing but to make room for one more."""
+    def check_sender(self, engine: EngineId, incarnation: Incarnation, *, address: str) -> SenderCheck:
+        """Checks that the sender of a handshake is no second engine under a known id, and that there is room for it."""
         with self._lock:
             if engine == self._engine:
-                return Heard(conflict=self._our_own_id(incarnation, address))
+                return SenderCheck(conflict=self._our_own_id(incarnation, address))
             peer = self._peers.get(engine)
             if peer is None:
-                return Heard(full=self._make_room())
+                return SenderCheck(full=self._make_room())
             for former, former_address in peer.former:
                 if former == incarnation:
-                    return Heard(conflict=_two_engines(engine, former, address or former_address, peer))
-            return Heard()
+                    return SenderCheck(conflict=_two_engines(engine, former, address or former_address, peer))
+            return SenderCheck()
 
     def accepted(
         self,
@@ -202,7 +205,7 @@ class PeerBook:
         protocol: int,
         notes: tuple[str, ...] = (),
     ) -> Incarnation | None:
-        """The pair fits. Returns the incarnation that this one replaces: forget what was kept for it."""
+        """Records that the pair fits. Returns the incarnation that this one replaces, which must be disconnected."""
         with self._lock:
             peer = self._peers.get(engine) or Peer(engine=engine)
             former = peer.former
@@ -217,7 +220,7 @@ class PeerBook:
                 protocol=protocol,
                 notes=notes,
                 since_s=now_s,
-                # A request named an incarnation that is not the one that answers: do not ask for it at once again.
+                # A request named another incarnation than the one that answered: do not ask for it again at once.
                 retry_at_s=now_s + self._back_off.lost_first_s if other_wanted else 0.0,
                 former=former,
                 paired=True,
@@ -227,20 +230,23 @@ class PeerBook:
     def refused(
         self, engine: EngineId, incarnation: Incarnation | None, now_s: float, reason: str, *, address: str = ""
     ) -> Incarnation | None:
-        """The pair does not fit. Returns the incarnation that it was paired with until now: forget what it has."""
+        """Records that the pair does not fit. Returns the incarnation that was paired until now, to disconnect it."""
         return self._failed(engine, incarnation, now_s, reason, PeerState.REFUSED, address)
 
     def lost(self, engine: EngineId, incarnation: Incarnation | None, now_s: float, reason: str) -> Incarnation | None:
-        """It did not answer (`incarnation` is None), or its transport says that it is gone. Returns as `refused`."""
+        """Records that a peer did not answer (`incarnation` is None), or that its transport lost it.
+
+        Returns the same as `refused`.
+        """
         return self._failed(engine, incarnation, now_s, reason, PeerState.LOST, "")
 
     def forget(self, engine: EngineId) -> None:
-        """Nothing is known of it any more."""
+        """Forgets everything about a peer."""
         with self._lock:
             self._peers.pop(engine, None)
 
     def expire(self, now_s: float, idle_s: float = 600.0) -> tuple[EngineId, ...]:
-        """Forget refused and lost peers of which nothing was heard for `idle_s`; returns who they were."""
+        """Forgets refused and lost peers whose state has not changed for `idle_s`, and returns them."""
         with self._lock:
             old = [
                 peer.engine
@@ -269,14 +275,14 @@ class PeerBook:
             failures = peer.failures + 1
             retry_at_s = now_s + self._back_off.wait_s(state, failures)
             if peer.paired and incarnation is None:
-                # Nobody answered for the newer incarnation that a request named: that says nothing of the one we have.
+                # The newer incarnation that a request named did not answer; the one that is paired is not affected.
                 self._peers[engine] = replace(
                     peer, state=PeerState.ACCEPTED, since_s=now_s, retry_at_s=retry_at_s, failures=failures
                 )
                 return None
             if peer.paired and incarnation != peer.incarnation and peer.state is PeerState.ACCEPTED:
-                return None  # of an incarnation that we neither work with nor asked for: changes nothing (I6)
-            # What a request named stays known as `wanted`: the next request that names it is no news.
+                return None  # an incarnation that is neither paired nor asked for changes nothing (I6)
+            # The incarnation that a request named stays in `wanted`, so that the next request for it is not special.
             self._peers[engine] = replace(
                 peer,
                 state=state,
@@ -291,14 +297,17 @@ class PeerBook:
             return peer.incarnation if peer.paired else None
 
     def _make_room(self) -> str:
-        """Room for one more: a refused or lost peer goes, the longest silent first. Else, why there is none."""
+        """Makes room for one more peer by dropping the refused or lost one that is silent for longest.
+
+        Returns why there is no room, or "".
+        """
         if len(self._peers) < self._max_peers:
             return ""
         idle = _oldest(peer for peer in self._peers.values() if peer.state in (PeerState.REFUSED, PeerState.LOST))
         if idle is None:
             return (
-                f"{self._engine!r} already has {len(self._peers)} peers and takes no more: "
-                f"raise side_channel.max_peers={self._max_peers}, or add engines"
+                f"{self._engine!r} already has {len(self._peers)} peers, which is its limit: "
+                f"raise side_channel.max_peers={self._max_peers}, or start more engines"
             )
         del self._peers[idle.engine]
         return ""

@@ -14,7 +14,7 @@ _MUST, _BRIDGED, _INFO = FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.INFORMA
 
 
 def _drafting(engine: EngineDescription) -> SpeculationFacts | None:
-    """The speculation whose drafter keeps KV or reads hidden states; None for ngram, suffix and none (R3)."""
+    """Returns the speculation if its drafter keeps KV or reads hidden states; None for ngram, suffix and none (R3)."""
     spec = engine.speculation
     method = speculative_method(spec.method) if spec else None
     return None if method is None or method in STATELESS_METHODS else spec
@@ -31,11 +31,11 @@ def _method(engine: EngineDescription) -> str | None:
 
 
 def _draft(read: Callable[[SpeculationFacts, EngineDescription], FactValue]) -> Read:
-    def of(engine: EngineDescription) -> FactValue:
+    def read_draft(engine: EngineDescription) -> FactValue:
         spec = _drafting(engine)
         return None if spec is None else read(spec, engine)
 
-    return of
+    return read_draft
 
 
 def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
@@ -49,11 +49,13 @@ _SPEC_CONFIG = '--speculative-config \'{"<key>": "{value}", ...}\''
 
 
 _MINI_KEYS = ("method", "model", "revision", "num_speculative_tokens")
-"""The embedded engine has no setting for the others."""
+"""The keys that the embedded engine knows."""
 
 
 def _speculative(key: str) -> dict[str, str]:
     setting = _SPEC_CONFIG.replace("<key>", key)
+    if key == "num_speculative_tokens":
+        setting = setting.replace('"{value}"', "{value}")
     return flag(setting if key in _MINI_KEYS else "", setting)
 
 
@@ -62,11 +64,11 @@ SPECULATION = (
         name="speculation.method",
         kind=_MUST,
         read=_method,
-        meaning="a method whose drafter reads hidden states or keeps KV of its own; ngram and suffix do neither",
-        why="the drafter's cache would be empty or another drafter's: drafts are rejected, or layers are missing",
+        meaning="the method, if its drafter reads hidden states or keeps KV of its own; ngram and suffix do neither",
+        why="the drafter's cache would be empty or another drafter's: drafts would be rejected, or layers missing",
         may_lack=Role.DECODE,
-        lacking="decode drafts nothing, and takes the model's own layers: prefill's drafter costs prefill time, and"
-        " decode the tail of the prompt that it reads ahead",
+        lacking="decode drafts nothing and takes only the model's own layers; prefill's drafter is wasted work, and"
+        " decode computes the last prompt tokens",
         settings=_speculative("method"),
         change=Change.ABSENT,
         strict=True,
@@ -85,7 +87,7 @@ SPECULATION = (
         name="speculation.draft_fingerprint",
         kind=_MUST,
         read=_draft(lambda s, e: s.draft_fingerprint),
-        meaning="what the draft model is: its config and weights",
+        meaning="a digest of the draft model's config and weights",
         why="the drafter's cache would be another drafter's",
         settings=_speculative("model"),
         part_of="speculation.method",
@@ -94,8 +96,8 @@ SPECULATION = (
         name="speculation.draft_model",
         kind=_MUST,
         read=_draft(lambda s, e: s.draft_model),
-        meaning="how the operator named the draft model",
-        why="stands in for the draft's fingerprint where there is none",
+        meaning="the name or path of the draft model, as the operator gave it",
+        why="stands in for the draft's fingerprint if that is not known",
         settings=_speculative("model"),
         part_of="speculation.method",
         settled_by="speculation.draft_fingerprint",
@@ -106,7 +108,7 @@ SPECULATION = (
         name="speculation.draft_revision",
         kind=_MUST,
         read=_draft(lambda s, e: revision(s.draft_revision)),
-        meaning="the draft's revision; `main` and none are one",
+        meaning="the draft's revision; `main` equals none",
         why="the drafter's cache would be another drafter's",
         settings=_speculative("revision"),
         part_of="speculation.method",
@@ -118,7 +120,7 @@ SPECULATION = (
         kind=_MUST,
         read=_draft(lambda s, e: revision(s.draft_code_revision)),
         meaning="the revision of the draft's code",
-        why="other code may compute other KV from the same weights",
+        why="different code may compute different KV from the same weights",
         settings=_speculative("code_revision"),
         part_of="speculation.method",
         strict=True,
@@ -129,7 +131,7 @@ SPECULATION = (
         kind=_MUST,
         read=_draft(lambda s, e: s.parallel_drafting),
         meaning="whether all draft tokens come from one pass",
-        why="the drafter's cache holds other positions",
+        why="the drafter's cache would hold other positions",
         settings=flag("", "--speculative-config '{\"parallel_drafting\": {value}, ...}'"),
         part_of="speculation.method",
         strict=True,
@@ -151,7 +153,7 @@ SPECULATION = (
         kind=_MUST,
         read=_draft(lambda s, e: None if s.aux_layers is None else tuple(s.aux_layers)),
         meaning="ids of the layers whose hidden states the draft reads, in order",
-        why="the drafter's cache was computed from other hidden states",
+        why="the drafter's cache would have been computed from other hidden states",
         settings={
             "": "eagle_aux_hidden_state_layer_ids={value} in the draft's config.json",
         },
@@ -163,7 +165,7 @@ SPECULATION = (
         name="speculation.num_layers",
         kind=_MUST,
         read=_draft(lambda s, e: s.num_layers),
-        meaning="layers or modules of the draft that keep KV",
+        meaning="the number of the draft's layers or modules that keep KV",
         why="decode would need layers that prefill has not computed",
         settings=_speculative("model"),
         part_of="speculation.method",
@@ -172,8 +174,8 @@ SPECULATION = (
         name="speculation.num_tokens",
         kind=_INFO,
         read=lambda e: e.speculation.num_tokens if e.speculation else None,
-        meaning="draft depth",
-        why="prefill states the exact range that it computed, and decode computes the rest",
+        meaning="the number of drafts per step",
+        why="prefill reports the exact range that it computed, and decode computes the rest",
         settings=_speculative("num_speculative_tokens"),
         part_of="speculation.method",
         rules="R5",
@@ -183,7 +185,7 @@ SPECULATION = (
         kind=_INFO,
         read=_draft(lambda s, e: s.attention_backend.upper() if s.attention_backend else None),
         meaning="the draft's attention backend",
-        why="its only effect on a transfer is layout, which is paired per layer",
+        why="it affects only the layout, which is paired layer by layer",
         settings=_speculative("attention_backend"),
         part_of="speculation.method",
         rules="R5",

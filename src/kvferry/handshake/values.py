@@ -1,6 +1,6 @@
-"""Values of facts: which types they have, when two are equal, and how effective values are written the same everywhere.
+"""The values of facts: their types, when two are equal, and one way to write each effective value (R6).
 
-R6: facts are effective values. What is spelt in several ways (`bf16`, `torch.bfloat16`, `auto`) is one value here.
+A value that has several spellings (`bf16`, `torch.bfloat16`, `auto`) becomes one value here.
 """
 
 import hashlib
@@ -23,7 +23,8 @@ __all__ = [
 ]
 
 FactValue = str | int | float | bool | None | tuple[str | int, ...]
-"""None means "not told" and "none" alike: an older peer that does not know a fact says what one with it off says."""
+"""None means "not reported" and "none" alike: a peer that does not know a feature reports the same as one without
+it."""
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -47,9 +48,9 @@ STATELESS_METHODS = frozenset({"ngram", "ngram_gpu", "suffix"})
 
 
 def canonical(value: FactValue) -> str:
-    """One spelling for each value, so that equal text is an equal value. Total: it never raises.
+    """Returns one spelling for each value, so that equal texts mean equal values. It never raises.
 
-    Keeps `True` and `1` apart, and takes `1.0` for `1`.
+    `True` and `1` are different, and `1.0` equals `1`.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -60,25 +61,28 @@ def canonical(value: FactValue) -> str:
 
 
 def dtype_name(name: str) -> str:
-    """`torch.bfloat16`, `bf16` and `bfloat16` are one dtype; `fp8` is `fp8_e4m3`. An unknown name stays as it is."""
+    """Returns one name per dtype: `torch.bfloat16` and `bf16` are `bfloat16`, and `fp8` is `fp8_e4m3`.
+
+    An unknown name is returned as it is.
+    """
     plain = name.strip().lower().removeprefix("torch.")
     return _DTYPES.get(plain, plain)
 
 
 def effective_dtype(name: str | None, inherited: str | None, what: str) -> str:
-    """What a dtype setting comes to: `auto` and None inherit. Raises ConfigError if there is nothing to inherit."""
+    """Resolves a dtype setting: `auto` and None inherit. Raises ConfigError if there is nothing to inherit."""
     if name is not None and name.strip().lower() != "auto":
         return dtype_name(name)
     if inherited is None or inherited.strip().lower() == "auto":
         raise ConfigError(
-            f"{what}={name!r} says 'the same as the checkpoint', and the checkpoint's dtype is {inherited!r}: "
+            f"{what}={name!r} means 'the same as the checkpoint', but the checkpoint's dtype is {inherited!r}: "
             "name the dtype, for example --dtype bfloat16"
         )
     return dtype_name(inherited)
 
 
 def speculative_method(name: str | None) -> str | None:
-    """The method in our words: every engine's `<model>_mtp` is `mtp`; `off` and the empty string are None."""
+    """Returns one name per method: every engine's `<model>_mtp` is `mtp`, and `off` and the empty string are None."""
     if name is None or name.strip().lower() in {"", "none", "off"}:
         return None
     plain = name.strip().lower()
@@ -86,7 +90,7 @@ def speculative_method(name: str | None) -> str | None:
 
 
 def run_length(kinds: Sequence[str]) -> str | None:
-    """`full full full window` as `full*3 window`; None for nothing."""
+    """Returns `full full full window` as `full*3 window`, and None for an empty sequence."""
     runs: list[tuple[str, int]] = []
     for kind in kinds:
         if runs and runs[-1][0] == kind:
@@ -97,7 +101,7 @@ def run_length(kinds: Sequence[str]) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """A config value with one spelling: whole floats as ints, tuples as lists, keys as text in order."""
+    """Returns a config value in one spelling: whole floats as ints, tuples as lists, and keys as sorted text."""
     if isinstance(value, bool) or value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
@@ -110,12 +114,12 @@ def _plain(value: object) -> object:
 
 
 def config_text(value: object) -> str | None:
-    """A piece of a model's config as one line of JSON with one spelling; None for None and for an empty mapping."""
+    """Returns a piece of a model's config as one line of JSON; None for None and for an empty mapping."""
     if value is None or (isinstance(value, Mapping) and not value):
         return None
     return json.dumps(_plain(value), ensure_ascii=True, separators=(",", ":"), sort_keys=True)
 
 
 def short_digest(value: object) -> str:
-    """16 hex digits of SHA-256 over config_text(value)."""
+    """Returns the first 16 hex digits of the SHA-256 of config_text(value)."""
     return hashlib.sha256((config_text(value) or "").encode()).hexdigest()[:16]

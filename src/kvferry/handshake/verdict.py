@@ -1,7 +1,8 @@
-"""May two engines share a cache, and if not: which fact, both values, which side to change, and how (R1, R10).
+"""Decides whether two engines can share a cache; if not, says which fact differs, which side to change, and how (R1,
+R10).
 
-One function for the handshake, the router and the command line. Symmetric: verdict(b, a) is verdict(a, b) mirrored.
-Total: it answers for any two Facts, also for ones of a peer that knows other facts than we do.
+The handshake, the router and the command line use this one function. It is symmetric: verdict(b, a) is verdict(a, b)
+mirrored. It is total: it answers for any two Facts, even if a peer knows other facts than this release does.
 """
 
 import re
@@ -26,12 +27,12 @@ class VerdictKind(StrEnum):
 
     COMPATIBLE = "compatible"
     NOTES = "notes"
-    """Compatible, and something is bridged."""
+    """Compatible, with differences that are bridged."""
     REFUSED = "refused"
 
 
 class Side(StrEnum):
-    """Which of the two is to change."""
+    """Which of the two engines must change."""
 
     A = "a"
     B = "b"
@@ -39,7 +40,7 @@ class Side(StrEnum):
 
     @property
     def other(self) -> "Side":
-        """The same, seen from the other side."""
+        """The same engine, seen from the other side."""
         return {Side.A: Side.B, Side.B: Side.A, Side.EITHER: Side.EITHER}[self]
 
 
@@ -52,54 +53,58 @@ class Row:
     a: FactValue
     b: FactValue
     change: Side
-    """Who should change. For a bridged or informative fact nobody has to."""
-    mend_a: str
-    """The setting that gives a what b has."""
-    mend_b: str
+    """The side that should change. For a bridged or informative fact neither needs to."""
+    remedy_a: str
+    """The setting that gives a the value of b."""
+    remedy_b: str
+    """The setting that gives b the value of a."""
     why: str
     """What would go wrong, how it is bridged, or why it cannot matter."""
 
     def mirrored(self) -> "Row":
-        """As the other side sees it."""
-        return Row(self.fact, self.kind, self.b, self.a, self.change.other, self.mend_b, self.mend_a, self.why)
+        """Returns the row as the other side sees it."""
+        return Row(self.fact, self.kind, self.b, self.a, self.change.other, self.remedy_b, self.remedy_a, self.why)
 
     def remedy(self, a: str = "a", b: str = "b") -> str:
-        """Which side to change, and how; `a` and `b` are the sides' names. Nothing to change: how it is bridged."""
+        """Returns which side to change, and how; if nothing needs to change, how the difference is bridged.
+
+        `a` and `b` are the names of the sides.
+        """
         if self.kind is not FactKind.MUST_MATCH:
             return f"nothing to do: {self.why}"
         if self.change is Side.A:
-            return f"on {a}: {self.mend_a}"
+            return f"on {a}: {self.remedy_a}"
         if self.change is Side.B:
-            return f"on {b}: {self.mend_b}"
-        return f"on {a}: {self.mend_a}, or on {b}: {self.mend_b}"
+            return f"on {b}: {self.remedy_b}"
+        return f"on {a}: {self.remedy_a}, or on {b}: {self.remedy_b}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The answer, with a row for each fact that differs, in the table's order."""
+    """The answer, with one row per fact that differs, in the order of the table."""
 
     kind: VerdictKind
     rows: tuple[Row, ...]
 
     @property
     def refused(self) -> bool:
-        """The pair must not share a cache."""
+        """Whether the pair must not share a cache."""
         return self.kind is VerdictKind.REFUSED
 
     def mirrored(self) -> "Verdict":
-        """As the other side sees it."""
+        """Returns the verdict as the other side sees it."""
         return Verdict(self.kind, tuple(row.mirrored() for row in self.rows))
 
     def blocking(self) -> tuple[Row, ...]:
-        """The rows for which the pair is refused."""
+        """Returns the rows for which the pair is refused."""
         return tuple(row for row in self.rows if row.kind is FactKind.MUST_MATCH)
 
     def notes(self) -> tuple[str, ...]:
-        """What is bridged, and how: a sentence a fact, for the log and for whoever asks an engine about its peers."""
+        """Returns what is bridged and how, one sentence per fact, for the log and for an engine's description."""
         return tuple(f"{row.fact}: {row.why}" for row in self.rows if row.kind is FactKind.BRIDGED)
 
     def explain(self, a: str = "a", b: str = "b") -> str:
-        """Text of several lines: one for the answer, one for each row."""
+        """Returns the verdict as text: one line for the answer, and one per row."""
         head = {
             VerdictKind.COMPATIBLE: f"{a} and {b} can share a cache",
             VerdictKind.NOTES: f"{a} and {b} can share a cache; what differs is bridged",
@@ -112,7 +117,7 @@ class Verdict:
         return "\n".join([head, *lines])
 
     def refusal(self, local: str, remote: str, local_is_a: bool = True) -> str:
-        """One line for an error: who refuses whom, and every fact that must match and does not (R10)."""
+        """Returns one line for an error: which engines do not fit, and every fact that must match but differs (R10)."""
         a, b = (local, remote) if local_is_a else (remote, local)
         facts = "; ".join(
             f"{row.fact}: {a}={show(row.a)} {b}={show(row.b)}, change it {row.remedy(a, b)}" for row in self.blocking()
@@ -120,7 +125,8 @@ class Verdict:
         return f"{local} and {remote} cannot share a cache: {facts}"
 
     def to_json(self) -> dict[str, object]:
-        """JSON-ready: `verdict`, and `rows` with `fact`, `class`, `a`, `b`, `change`, `remedy`, `why`."""
+        """Returns `verdict`, and `rows` with `fact`, `class`, `a`, `b`, `change`, `remedy` and `why`, ready for
+        JSON."""
         return {
             "verdict": str(self.kind),
             "rows": [
@@ -139,25 +145,25 @@ class Verdict:
 
 
 def show(value: FactValue) -> str:
-    """A value for people: text in quotes, None as `none`; long text is cut."""
+    """Returns a value as people read it: text in quotes, None as `none`, and long text cut off."""
     text = "none" if value is None else canonical(value) if not isinstance(value, str) else ascii(value)
     return text if len(text) <= 160 else f"{text[:150]}... ({len(text)} characters)"
 
 
 def is_strict(a: Facts, b: Facts) -> bool:
-    """Strict on one side is strict for the pair, so that both sides give one answer."""
+    """Returns whether either side is strict: then both compare strictly, so that they give the same answer."""
     return a.get("handshake.strict") is True or b.get("handshake.strict") is True
 
 
 def verdict(a: Facts, b: Facts, *, strict: bool = False) -> Verdict:
-    """Compare two engines. `strict`: every factor of R2 must match too, as if one of them had said so."""
+    """Compares two engines. With `strict` every factor of R2 must match, as if one of them ran with --strict."""
     strict = strict or is_strict(a, b)
     names = [name for name in FACTS if name in a or name in b]
     names += sorted({fact.name for fact in (*a, *b)} - FACTS.keys())
     rows = []
     for name in names:
         spec = FACTS.get(name)
-        if _agree(spec, a.get(name), b.get(name)) or _said_by_parent(spec, a, b):
+        if _agree(spec, a.get(name), b.get(name)) or _covered_by_parent(spec, a, b):
             continue
         rows.append(_row(name, spec, _kind(name, spec, a, b, strict), a, b))
     if any(row.kind is FactKind.MUST_MATCH for row in rows):
@@ -172,13 +178,13 @@ def _agree(spec: FactSpec | None, a: FactValue, b: FactValue) -> bool:
     return canonical(a) == canonical(b)
 
 
-def _said_by_parent(spec: FactSpec | None, a: Facts, b: Facts) -> bool:
-    """The fact is a detail of something that one side does not have at all: that row says it."""
+def _covered_by_parent(spec: FactSpec | None, a: Facts, b: Facts) -> bool:
+    """Whether the fact is a detail of one that a side does not have at all: the row of that fact is enough."""
     return spec is not None and spec.part_of is not None and (spec.part_of in a) != (spec.part_of in b)
 
 
 def _kind(name: str, spec: FactSpec | None, a: Facts, b: Facts, strict: bool) -> FactKind:
-    """The strictest of what both sides and our table say: a peer cannot talk a fact down."""
+    """Returns the strictest class that either side or our table gives the fact, so that a peer cannot weaken it."""
     kinds = [kind for kind in (a.kind(name), b.kind(name)) if kind is not None]
     if spec is not None:
         if strict and spec.strict:
@@ -191,13 +197,13 @@ def _kind(name: str, spec: FactSpec | None, a: Facts, b: Facts, strict: bool) ->
 
 
 def _may_lack(spec: FactSpec, a: Facts, b: Facts) -> bool:
-    """One side does without, and it is the one that may."""
+    """Whether exactly one side lacks the fact, and it is the side that may."""
     value_a, value_b = a.get(spec.name), b.get(spec.name)
     if spec.may_lack is None or (value_a is None) == (value_b is None):
         return False
     without, other = (a, b) if value_a is None else (b, a)
-    told = {str(Role.PREFILL), str(Role.DECODE)} - {str(spec.may_lack)}
-    return without.get("role") == spec.may_lack or other.get("role") in told
+    opposite = {str(Role.PREFILL), str(Role.DECODE)} - {str(spec.may_lack)}
+    return without.get("role") == spec.may_lack or other.get("role") in opposite
 
 
 def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -> Row:
@@ -205,23 +211,23 @@ def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -
     if spec is None:
         text = f"upgrade kvferry: only the other side knows the fact {name!a}"
         change = Side.A if value_a is None else Side.B if value_b is None else Side.EITHER
-        return Row(name, kind, value_a, value_b, change, text, text, "one side's release compares it")
+        return Row(name, kind, value_a, value_b, change, text, text, "only one side's release compares it")
     why = spec.why
     if kind is FactKind.MUST_MATCH and spec.kind is not FactKind.MUST_MATCH:
-        why = "strict mode compares it; without strict mode it is bridged"
+        why = "strict mode compares it; without --strict it is bridged"
     if kind is FactKind.BRIDGED and spec.kind is FactKind.MUST_MATCH:
         why = spec.lacking
-    mend_a, mend_b = _mend(spec, a, b), _mend(spec, b, a)
+    remedy_a, remedy_b = _remedy(spec, a, b), _remedy(spec, b, a)
     change = _change(spec.change, name, a, b)
-    if mend_a == mend_b == NO_SETTING:
-        mend_a = mend_b = NO_SETTING_ON_EITHER
-    elif NO_SETTING in (mend_a, mend_b):
-        change = Side.B if mend_a == NO_SETTING else Side.A
-    return Row(name, kind, value_a, value_b, change, mend_a, mend_b, why)
+    if remedy_a == remedy_b == NO_SETTING:
+        remedy_a = remedy_b = NO_SETTING_ON_EITHER
+    elif NO_SETTING in (remedy_a, remedy_b):
+        change = Side.B if remedy_a == NO_SETTING else Side.A
+    return Row(name, kind, value_a, value_b, change, remedy_a, remedy_b, why)
 
 
 def _change(change: Change, name: str, a: Facts, b: Facts) -> Side:
-    """Which side. Depends on nothing but the two facts, so both sides name the same one."""
+    """Returns the side that should change. It depends only on the facts, so both sides name the same one."""
     value_a, value_b = a.get(name), b.get(name)
     if change is Change.OLDER:
         return _lower(value_a, value_b)
@@ -241,7 +247,7 @@ def _change(change: Change, name: str, a: Facts, b: Facts) -> Side:
 
 
 def _lower(a: FactValue, b: FactValue) -> Side:
-    """The side with the older version, as far as the two can be put in order."""
+    """Returns the side with the older version, or EITHER if the two cannot be ordered."""
     key_a, key_b = _version_key(a), _version_key(b)
     return Side.EITHER if key_a == key_b else Side.A if key_a < key_b else Side.B
 
@@ -253,27 +259,31 @@ def _version_key(value: FactValue) -> list[int]:
     return [int(part[:9]) for part in digits.split()]
 
 
-def _mend(spec: FactSpec, mine: Facts, theirs: Facts) -> str:
-    """What to type on the side of `mine`, to fit what `theirs` has."""
+def _remedy(spec: FactSpec, to_change: Facts, other: Facts) -> str:
+    """Returns what to type on the side of `to_change`, to fit the value of `other`."""
     settings: Mapping[str, str] = spec.settings
-    engine = mine.get("engine.name")
+    engine = to_change.get("engine.name")
     template = settings.get(engine if isinstance(engine, str) else "", settings.get("", "set it to {value}"))
-    value, model = theirs.get(spec.name), theirs.get("model.id")
+    value, model = other.get(spec.name), other.get("model.id")
     if spec.complement and value is not None:
         value = str(Role.DECODE if value == Role.PREFILL else Role.PREFILL)
     if value is None and "{value}" in template:
         text = _fill(template, "...", "...").removeprefix("kvferry serve ")
-        return f"take {text} away, as the other side has none" if text.startswith("-") else text
-    return _fill(template, _typed(value), _typed(model) if isinstance(model, str) else "the same model")
+        return f"remove {text}, as the other side has none" if text.startswith("-") else text
+    typed = _typed(value)
+    if engine != "mini":
+        typed = spec.vllm_values.get(value, typed)
+    return _fill(template, typed, _typed(model) if isinstance(model, str) else "the same model")
 
 
 def _fill(template: str, value: str, model: str) -> str:
-    """In one pass, so that braces in a peer's value stay what they are."""
+    """Fills in both values in one pass, so that braces in a peer's value are left alone."""
     return re.sub(r"\{(value|model)\}", lambda found: value if found[1] == "value" else model, template)
 
 
 def _typed(value: FactValue) -> str:
-    """A value as it is typed in a setting. What a peer tells is never pasted into a shell unquoted."""
+    """Returns a value as it is typed in a setting. A peer's value is never shown unquoted if a shell could misread
+    it."""
     if isinstance(value, tuple):
         text = ",".join(str(item) for item in value)
     else:

@@ -9,7 +9,7 @@ __all__ = ["FirstToken", "PolicyName", "RouterSettings"]
 
 
 class PolicyName(StrEnum):
-    """How one of several workers is chosen; see policies."""
+    """How one of several workers is chosen (router.fleet.policies)."""
 
     ROUND_ROBIN = "round_robin"
     LEAST_LOADED = "least_loaded"
@@ -18,7 +18,7 @@ class PolicyName(StrEnum):
 
 
 class FirstToken(StrEnum):
-    """Whose first token a stream begins with."""
+    """Which worker's first token a stream begins with."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -26,83 +26,88 @@ class FirstToken(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """How the router treats its workers. Out of range: ConfigError with the name, the value and the range."""
+    """How the router treats its workers. A value out of range raises ConfigError with its name and the range."""
 
     prefill_policy: PolicyName = PolicyName.LEAST_LOADED
-    """How a prefill worker is chosen: round_robin, least_loaded, power_of_two, or prefix_aware."""
+    """How a prefill worker is chosen: `round_robin`, `least_loaded`, `power_of_two` or `prefix_aware`."""
 
     decode_policy: PolicyName = PolicyName.LEAST_LOADED
-    """How a decode worker is chosen."""
+    """How a decode worker is chosen; the values are those of `prefill_policy`."""
 
     local_below: str = "0"
-    """A prompt of which fewer tokens than this are not in decode's cache is computed by decode: a number of tokens, or
-    `auto` for what the router measures. 0: every prompt goes to prefill."""
+    """If decode's cache lacks fewer than this many tokens of a prompt, decode computes the prompt itself. With `auto`
+    the router measures the threshold; with 0 every prompt goes to prefill."""
 
     first_token: FirstToken = FirstToken.PREFILL
-    """`prefill`: a stream begins as soon as prefill has its first token. `decode`: with decode's first bytes."""
+    """When a stream begins: with `prefill`, as soon as prefill has the first token; with `decode`, with decode's first
+    bytes."""
 
     room_wait_s: float = 30.0
-    """Where no decode worker has room for the prompt, a request waits for this long before it is refused with 503."""
+    """Seconds for which a request waits if no decode worker has room for its prompt; then it gets 503."""
 
     max_waiting: int = 1024
-    """More requests than this do not wait for room: they are refused with 503 at once."""
+    """The largest number of requests that wait for a decode worker; further ones get 503 at once."""
 
     restart_wait_s: float = 10.0
-    """Where every decode worker has gone a moment ago, as in a restart, a request waits until one is back: until so
-    long after the last of them went, then it is refused with 503 and Retry-After. 0: it is refused at once."""
+    """Seconds for which requests wait for a decode worker to come back, counted from when the last one went (as in a
+    restart); then they get 503 with Retry-After. With 0 they get 503 at once."""
 
     connect_timeout_s: float = 2.0
-    """A worker that takes no connection for this long is unreachable."""
+    """Seconds after which a worker that has not accepted a connection is unreachable."""
 
     prefill_timeout_s: float = 300.0
-    """Prefill must have answered after this long."""
+    """Seconds within which prefill must have answered."""
 
     first_byte_timeout_s: float = 600.0
-    """Decode must have begun its answer after this long; an answer that is not streamed begins when it is whole."""
+    """Seconds within which decode must have begun its answer. An answer that is not streamed begins when it is
+    complete."""
 
     between_bytes_timeout_s: float = 120.0
-    """Decode must not pause for longer in the middle of an answer."""
+    """The longest pause of decode in the middle of an answer, in seconds."""
 
     health_every_s: float = 1.0
-    """How often each worker is asked what it is and whether it is well."""
+    """Seconds between health checks, in which the router asks each worker what it is and whether it is well."""
 
     health_timeout_s: float = 5.0
-    """A worker that does not answer that for this long is down."""
+    """Seconds after which a worker that has not answered a health check is down."""
 
     hung_after_s: float = 10.0
-    """A worker that has answered no health check for this long since the first that failed is waited for no more: a
-    request that waits as long already goes elsewhere, a stream ends with an error. One that answers them may take its
-    time. 0: never."""
+    """Seconds without an answer to any health check, counted from the first that failed, after which a worker counts as
+    hung: requests that have waited for it at least this long go to another worker, and streams end with an error. A
+    slow worker that answers health checks is not affected. 0 turns this off."""
 
     breaker_failures: int = 3
-    """So many failures in a row of a worker, or of a pair, open its circuit breaker."""
+    """How many failures in a row of a worker, or of a pair, open its circuit breaker."""
 
     breaker_open_s: float = 2.0
-    """An open breaker lets nothing through for this long, then one request; each further failure doubles it."""
+    """Seconds for which an open circuit breaker lets nothing through; then it lets one request through. Each further
+    failure doubles the time."""
 
     breaker_longest_s: float = 30.0
-    """It is doubled up to this."""
+    """The longest time for which a circuit breaker stays open, in seconds."""
 
     release_timeout_s: float = 5.0
-    """Prefill is told for this long that nobody will take a hand-off; then its lease ends it."""
+    """Seconds for which the router tries to tell prefill that no worker will fetch a hand-off. After that, the lease
+    ends the hand-off."""
 
     max_attempts: int = 4
-    """At most this many workers of a role are tried for one request."""
+    """The largest number of workers of one role that are tried for one request."""
 
     alarm_window_s: float = 60.0
-    """How far back the decode-only alarm looks."""
+    """The number of seconds back over which the decode-only alarm counts requests."""
 
     alarm_share: float = 0.5
-    """The alarm rings when this share of the window's requests was not handed over, without anybody's choice."""
+    """The decode-only alarm rings if at least this share of the requests in the window was served by decode alone
+    without being routed so on purpose."""
 
     registration_lease_s: float = 10.0
-    """A worker that registered itself and does not do so again for this long is forgotten."""
+    """Seconds after which a worker that registered itself is forgotten unless it registers again."""
 
     max_registered: int = 1024
-    """More workers than this cannot register."""
+    """The largest number of workers that can register."""
 
     max_body_bytes: int = 32 << 20
-    """A longer body is refused with 413."""
+    """The size in bytes of the longest request body; a longer one gets 413."""
 
     def __post_init__(self) -> None:
         for name, field in self.__dataclass_fields__.items():
@@ -127,5 +132,5 @@ class RouterSettings:
 
     @property
     def local_below_tokens(self) -> int | None:
-        """`local_below` as a number; None: to be measured."""
+        """`local_below` as a number, or None if it is measured."""
         return None if self.local_below == "auto" else int(self.local_below)

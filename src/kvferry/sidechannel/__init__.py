@@ -1,1 +1,1 @@
-"""The sockets on which engines shake hands: authenticated, bounded, one listener an engine."""
+"""The sockets on which engines shake hands: authenticated and bounded, with one listener per engine."""

@@ -1,6 +1,6 @@
-"""The asking end: many handshakes side by side on one thread of the caller's, none of which waits for another.
+"""The client: many concurrent handshakes on one thread of the caller, none of which waits for another.
 
-Every question has a socket of its own, which ends with its answer or its time: a dead peer, or one that was refused,
+Every question has its own socket, which is closed after its answer or its timeout: a peer that is dead or refused
 leaves nothing behind.
 """
 
@@ -18,7 +18,7 @@ from kvferry.sidechannel.shared_key import load_key, require_key
 __all__ = ["MAX_IN_FLIGHT", "SideChannelClient"]
 
 MAX_IN_FLIGHT = 256
-"""Questions with an open socket. More wait their turn; their time runs from when they are sent."""
+"""The largest number of questions with an open socket. Others wait; their timeout starts when they are sent."""
 
 
 @dataclass(slots=True)
@@ -30,10 +30,10 @@ class _Asked:
 
 
 class SideChannelClient:
-    """Not thread-safe: one thread calls everything. `ask_nowait` and `poll` never block."""
+    """Asks peers. Not thread-safe: one thread calls all methods. `ask_nowait` and `poll` never block."""
 
     def __init__(self, settings: SideChannelSettings, *, clock: Clock | None = None) -> None:
-        """Raises ConfigError for a key that cannot be read."""
+        """Loads the key. Raises ConfigError if it cannot be read."""
         self._settings = settings
         self._key = load_key(settings)
         self._clock = clock or MonotonicClock()
@@ -49,12 +49,13 @@ class SideChannelClient:
         return len(self._asked) + len(self._waiting) + len(self._done)
 
     def ask_nowait(self, host: str, port: int, body: bytes, token: int) -> None:
-        """Send a question. Its answer, or the error in its place, comes out of `poll` with `token`. Never raises."""
+        """Sends a question. `poll` returns its answer, or the error instead, with `token`. Never raises."""
         self._waiting.append((host, port, body, token))
         self._send_waiting()
 
     def poll(self) -> list[tuple[int, bytes | FerryError]]:
-        """Answers since the last call; PeerLost for a peer that gave none in settings.timeout_s. Never blocks."""
+        """Returns the answers since the last call; PeerLost if there was none within settings.timeout_s. Never
+        blocks."""
         if self._asked:
             for socket, _ in self._poller.poll(0):
                 self._receive(self._asked[socket])
@@ -66,7 +67,7 @@ class SideChannelClient:
         return done
 
     def wait(self, timeout_s: float) -> None:
-        """Block until `poll` may have something, or `timeout_s` is over. For command lines and tests."""
+        """Blocks until `poll` may return something, or for `timeout_s`. For command lines and tests."""
         if self._done:
             return
         if self._asked:
@@ -74,8 +75,11 @@ class SideChannelClient:
             self._poller.poll(max(0, int(1000 * min(timeout_s, soonest_s)) + 1))
 
     def ask(self, host: str, port: int, body: bytes, timeout_s: float | None = None) -> bytes:
-        """One question, waited for. Raises PeerLost, or what else `poll` gives. Not to be mixed with ask_nowait."""
-        assert not len(self), "ask() is for a client that has nothing under way"
+        """Asks one question and waits for the answer. Raises the error that `poll` would return.
+
+        Call it only if no other question is open.
+        """
+        assert not len(self), "ask() is only for a client that has no open question"
         self.ask_nowait(host, port, body, 0)
         end_s = time.monotonic() + (self._settings.timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -92,7 +96,7 @@ class SideChannelClient:
             self.wait(left_s)
 
     def close(self) -> None:
-        """Give up whatever is under way, and leave nothing behind. Idempotent."""
+        """Gives up all open questions, and leaves nothing behind. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -113,9 +117,9 @@ class SideChannelClient:
                 self._done.append((token, PeerLost(f"cannot ask {host}:{port}: {error.strerror}")))
 
     def _send(self, host: str, port: int, body: bytes, token: int) -> None:
-        require_key(self._key, host, "speak to it")
+        require_key(self._key, host, "connect to it")
         if not 1 <= port <= 65535:
-            raise ConfigError(f"{host!r} has no side-channel port {port!r}: ports are 1 to 65535")
+            raise ConfigError(f"side-channel port {port!r} of {host!r} is not a port; it must be between 1 and 65535")
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.maxmsgsize = self._settings.max_message_bytes
@@ -146,7 +150,7 @@ class SideChannelClient:
         if len(frames) == 2 and frames[0] == asked.token.to_bytes(8, "big"):
             self._end(asked, frames[1])
         else:
-            self._end(asked, MalformedMessage(f"{asked.address} answered with {len(frames)} frames; 2 are due"))
+            self._end(asked, MalformedMessage(f"{asked.address} answered with {len(frames)} frames; expected 2"))
 
     def _end(self, asked: _Asked, result: bytes | FerryError) -> None:
         del self._asked[asked.socket]
@@ -158,5 +162,5 @@ class SideChannelClient:
         key = "with our key" if self._key is not None else "without a key"
         return PeerLost(
             f"{address} gave no answer to a handshake within side_channel.timeout_s={self._settings.timeout_s:g} "
-            f"({key}). Is it running, is its port open, and has it the same side_channel.key_file?"
+            f"({key}). Is it running, is its port open, and does it use the same --key-file?"
         )

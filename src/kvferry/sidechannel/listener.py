@@ -1,11 +1,11 @@
-"""The listener: one thread and one port an engine, on which peers ask to shake hands.
+"""The listener: one thread and one port per engine, on which peers ask to shake hands.
 
-It survives whatever is sent to it: frames of the wrong number or size are dropped and counted, a handler that raises is
-logged and answered, and a peer that asks too often is answered BUSY without waking the handler. libzmq ends connections
-whose messages are too long, that do not finish their greeting, or that have gone silent. On any address but loopback
-every connection is authenticated (CURVE, see sidechannel.key) before one byte of it is read.
+It survives whatever is sent to it. Frames of the wrong number or size are dropped and counted, a handler that raises is
+logged and answered, and a peer that asks too often is answered BUSY without calling the handler. libzmq ends
+connections whose messages are too long, that do not finish their greeting, or that have gone silent. On any address
+other than loopback every connection is authenticated (CURVE, sidechannel.shared_key) before any of its bytes are read.
 
-Known limit: libzmq has no limit on the number of frames of one message, so who has the key (on loopback: any local
+Known limit: libzmq does not limit the number of frames of one message, so a client with the key (on loopback: any local
 user) can make the listener hold many frames at once.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["MAX_TOKEN_BYTES", "OnEnvelope", "SideChannelServer", "SideChannelSta
 logger = logging.getLogger(__name__)
 
 OnEnvelope = Callable[[bytes, str], bytes]
-"""(message, peer's address) -> answer. Called on the listener's thread, one at a time; should take milliseconds."""
+"""Maps (message, peer's address) to the answer. It is called on the listener's thread, and should take milliseconds."""
 
 MAX_TOKEN_BYTES = 16
 _GREETING_MS = 3000
@@ -39,23 +39,24 @@ _HEARTBEAT_MS = 5000
 
 @dataclass(frozen=True, slots=True)
 class SideChannelStats:
-    """What has come since the start."""
+    """What the listener has counted since its start."""
 
     answered: int = 0
     malformed: int = 0
-    """Dropped: not the frames that a peer sends."""
+    """Messages that were dropped because no peer sends such frames."""
     limited: int = 0
-    """Answered BUSY: more than max_handshakes_per_s from one address."""
+    """Messages that were answered BUSY, because more than max_handshakes_per_s came from one address."""
     denied: int = 0
-    """Connections refused: a wrong key, or more at a time than max_peers, or than half of our descriptors."""
+    """Connections that were refused: the key was wrong, or more than max_peers or half of our descriptors were open."""
     failed: int = 0
-    """The handler raised, or the socket did."""
+    """Messages for which the handler or the socket raised an error."""
     connections: int = 0
-    """Open now."""
+    """Connections that are open now."""
 
 
 class SideChannelServer:
-    """Binds when made; answers from `start` to `close`. Not to be started twice."""
+    """The listener. It binds its port when it is made, and answers from `start`, which is called once, until
+    `close`."""
 
     def __init__(
         self,
@@ -65,18 +66,18 @@ class SideChannelServer:
         name: str = "kvferry",
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError for an address that needs a key, or cannot be bound."""
+        """Binds the port. Raises ConfigError for an address that needs a key, or that cannot be bound."""
         self._key = load_key(settings)
         require_key(self._key, settings.host, "listen there")
         self._settings = settings
         self._on_envelope = on_envelope
         self._clock = clock or MonotonicClock()
         self._limit = RateLimit(settings.max_handshakes_per_s)
-        self._busy = _busy(name, f"more than {settings.max_handshakes_per_s:g} handshakes a second from one address")
-        self._broken = _busy(name, "the handshake failed inside; its log has the traceback")
+        self._busy = _busy(name, f"more than {settings.max_handshakes_per_s:g} handshakes per second from one address")
+        self._broken = _busy(name, "the handshake failed with an internal error; this engine's log has the traceback")
         self._stats = SideChannelStats()
         self._connections: set[int] = set()
-        # Whoever may connect must not be able to take every descriptor of the engine.
+        # Clients must not be able to use up all file descriptors of the engine.
         self._max_connections = min(settings.max_peers, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -96,26 +97,26 @@ class SideChannelServer:
 
     @property
     def port(self) -> int:
-        """The port that was bound; of use to tell peers when settings.port is 0."""
+        """The port that was bound; it differs from settings.port if that is 0."""
         return self._port
 
     @property
     def host(self) -> str:
-        """The address to tell peers."""
+        """The address to report to peers."""
         return self._settings.host
 
     def stats(self) -> SideChannelStats:
-        """A snapshot."""
+        """Returns a snapshot of the counters."""
         return replace(self._stats, connections=len(self._connections))
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Starts the thread that answers."""
         assert self._thread is None, "a listener is started once"
         self._thread = threading.Thread(target=self._run, name="kvferry-side-channel", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and leave nothing behind: no thread, no socket, no descriptor. Idempotent; waits for the handler."""
+        """Stops, and leaves no thread, socket or descriptor behind. Waits for the handler. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -133,9 +134,9 @@ class SideChannelServer:
         router.handshake_ivl = _GREETING_MS
         router.heartbeat_ivl = _HEARTBEAT_MS
         router.heartbeat_timeout = 3 * _HEARTBEAT_MS
-        router.rcvhwm = router.sndhwm = 16  # for each peer
+        router.rcvhwm = router.sndhwm = 16  # per peer
         router.setsockopt(zmq.BACKLOG, 1024)
-        router.zap_domain = b"kvferry"  # makes libzmq ask our ZAP handler, without a key too
+        router.zap_domain = b"kvferry"  # makes libzmq call our ZAP handler, even without a key
         if self._key is not None:
             router.curve_server = True
             router.curve_secretkey = self._key.secret
@@ -148,7 +149,8 @@ class SideChannelServer:
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"side_channel.host={settings.host!r} side_channel.port={settings.port!r} cannot be bound: "
-                f"{error.strerror}. Choose an address of this machine, and a port that is free (0 takes one)"
+                f"{error.strerror}. Choose an address of this machine (--side-channel-host) and a free port "
+                "(--side-channel-port; 0 takes a free one)"
             ) from error
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._port = int(endpoint.rsplit(":", 1)[1])
@@ -187,14 +189,14 @@ class SideChannelServer:
             self._connections.discard(event["value"])
 
     def _admit(self) -> None:
-        """ZAP (RFC 27): may this connection in? Asked by libzmq for each, before anything of it is read."""
+        """Answers a ZAP request (RFC 27): libzmq asks for each connection, before any of its bytes are read."""
         frames = self._zap.recv_multipart(zmq.NOBLOCK)
         version, request, _, _, _, mechanism, *credentials = [*frames, b"", b"", b"", b"", b"", b""]
         known = self._key is None or (mechanism == b"CURVE" and credentials[0] == self._key.raw_public)
         room = len(self._connections) <= self._max_connections
         if not (known and room):
             self._count(denied=1)
-        # 300 is "for now": libzmq hangs up, and the other end tries again. After 400 it never does.
+        # 300 is temporary: libzmq closes the connection, and the client tries again. After 400 it does not.
         status = (b"200", b"OK") if known and room else (b"300", b"too many peers") if known else (b"400", b"wrong key")
         self._zap.send_multipart([version, request, *status, b"peer", b""])
 
@@ -213,14 +215,14 @@ class SideChannelServer:
                 reply = self._on_envelope(body.bytes, address)
                 self._count(answered=1)
             except Exception:
-                # A bug of ours must cost this peer an answer, and nobody else the listener.
+                # A bug of ours may cost this peer its answer, but must not end the listener for all others.
                 self._count(failed=1)
                 logger.exception("side channel: the handler failed address=%s", address)
                 reply = self._broken
         try:
             self._socket.send_multipart([identity.bytes, token.bytes, reply], zmq.NOBLOCK)
         except zmq.Again:
-            self._count(failed=1)  # it does not read its answers
+            self._count(failed=1)  # the peer does not read its answers
 
 
 def _address(frame: zmq.Frame) -> str:

@@ -1,4 +1,4 @@
-"""How often one address may ask. Time is an argument."""
+"""Limits how often one address may ask. Time is an argument."""
 
 from collections import OrderedDict
 
@@ -6,9 +6,10 @@ __all__ = ["RateLimit"]
 
 
 class RateLimit:
-    """A token bucket an address: `per_s` a second on average, twice that at once. Remembers `max_addresses` of them.
+    """One token bucket per address: `per_s` messages per second on average, and at most twice that at once.
 
-    When there are more, the one that was silent longest is forgotten, and starts with a full bucket when it comes back.
+    It remembers `max_addresses` addresses. If there are more, the one that has been silent for longest is forgotten,
+    and starts with a full bucket when it comes back.
     """
 
     def __init__(self, per_s: float, max_addresses: int = 4096) -> None:
@@ -18,7 +19,7 @@ class RateLimit:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allow(self, address: str, now_s: float) -> bool:
-        """Count one message from `address`; whether it is within the limit."""
+        """Counts one message from `address`, and returns whether it is within the limit."""
         tokens, then_s = self._buckets.pop(address, (self._burst, now_s))
         tokens = min(self._burst, tokens + (now_s - then_s) * self._per_s)
         allowed = tokens >= 1

@@ -1,10 +1,10 @@
-"""The key that the engines of one fleet share, and which addresses need it.
+"""The key that the engines of a fleet share, and the rule for which addresses need it.
 
-The key is one CURVE (Curve25519) secret; its public half follows from it. Both ends of every side channel use the same
-pair: the client proves that it has the secret, and so does the server, and everything between them is encrypted. Why
-one pair, and not one an engine: engines come and go, and with a pair each, somebody would have to carry public keys
-around. The price: an engine cannot be shut out alone; make a new key for the fleet. The cryptography is libzmq's
-CurveZMQ, not ours.
+The key is one CURVE (Curve25519) secret, from which its public half follows. Both ends of every side channel use the
+same pair: the client and the server each prove that they have the secret, and everything between them is encrypted.
+There is one pair per fleet and not one per engine, because engines come and go, and public keys would have to be
+distributed. The price is that a single engine cannot be locked out; the fleet needs a new key instead. The cryptography
+is libzmq's CurveZMQ.
 """
 
 import ipaddress
@@ -31,28 +31,28 @@ _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True, slots=True)
 class SharedKey:
-    """A CURVE key pair in Z85, 40 characters each. The secret half is kept out of repr, and so out of logs."""
+    """A CURVE key pair in Z85, 40 characters each. The secret half is left out of repr, and so of logs."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @property
     def raw_public(self) -> bytes:
-        """The public half as 32 bytes, as ZAP tells it."""
+        """The public half as 32 bytes, as ZAP passes it."""
         return z85.decode(self.public)
 
 
 def new_key(path: Path) -> SharedKey:
-    """Write a new key to a file that only its owner can read. Raises ConfigError if the file is there already."""
+    """Writes a new key to a file that only its owner can read. Raises ConfigError if the file exists."""
     _, secret = zmq.curve_keypair()
     text = (
-        "# The key that all engines of one kvferry fleet share. Who has it can read users' prompts: keep it secret.\n"
+        "# The key that all engines of one kvferry fleet share. It gives access to users' prompts: keep it secret.\n"
         f"{_PREFIX}{secret.decode()}\n"
     )
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise ConfigError(f"{str(path)!r} is there already, and engines may use it: choose another name") from error
+        raise ConfigError(f"{str(path)!r} exists already, and engines may use it: choose another name") from error
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another path") from error
     with os.fdopen(descriptor, "w") as file:
@@ -61,9 +61,10 @@ def new_key(path: Path) -> SharedKey:
 
 
 def load_key(settings: SideChannelSettings) -> SharedKey | None:
-    """The key of settings.key_file, else of the file KVFERRY_KEY_FILE, else KVFERRY_KEY itself; None without any.
+    """Returns the key in settings.key_file, in the file that KVFERRY_KEY_FILE names, or in KVFERRY_KEY; None if none is
+    set.
 
-    Raises ConfigError for a file that cannot be read and for text that is no key.
+    Raises ConfigError for a file that cannot be read, and for text that is not a key.
     """
     name = settings.key_file or os.environ.get("KVFERRY_KEY_FILE")
     if not name:
@@ -78,7 +79,7 @@ def load_key(settings: SideChannelSettings) -> SharedKey | None:
             f"side_channel.key_file={name!r} cannot be read: {error.strerror}. Make one: kvferry key new {name}"
         ) from error
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        # Not an error: secrets that a container platform mounts are often readable for all inside the container.
+        # This is not an error: secrets that a container platform mounts are often readable for all in the container.
         logger.warning("others on this machine can read the key file=%s: chmod 600", name)
     return _parse(text, name)
 
@@ -87,17 +88,17 @@ def _parse(text: str, where: str) -> SharedKey:
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith(_PREFIX)]
     secret = lines[0].removeprefix(_PREFIX) if len(lines) == 1 else ""
     # The text itself is not shown: it may be most of a secret.
-    reason = f"{where!r} holds no kvferry key (one line {_PREFIX}... is due). Make one: kvferry key new FILE"
+    reason = f"{where!r} holds no kvferry key (one line that begins with {_PREFIX}). Make one: kvferry key new FILE"
     if not _Z85.fullmatch(secret):
         raise ConfigError(reason)
     try:
         return SharedKey(zmq.curve_public(secret.encode()), secret.encode())
-    except zmq.ZMQError as error:  # the right letters, but five of them say more than 32 bits: mistyped
+    except zmq.ZMQError as error:  # the characters are valid, but five of them encode more than 32 bits: a typing error
         raise ConfigError(reason) from error
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only. Looks no name up: of names, only `localhost` counts."""
+    """Returns whether only this machine can reach an address. It resolves no names; the only name is `localhost`."""
     if host == "localhost":
         return True
     try:
@@ -111,6 +112,6 @@ def require_key(key: SharedKey | None, host: str, doing: str) -> None:
     if key is None and not is_loopback(host):
         raise ConfigError(
             f"side_channel.host={host!r} can be reached from other machines, and without a key anyone there could read "
-            f"users' prompts: refusing to {doing}. Make a key: `kvferry key new FILE`, and give every engine "
-            "side_channel.key_file=FILE (or KVFERRY_KEY_FILE); or stay on 127.0.0.1"
+            f"users' prompts: refusing to {doing}. Make a key with `kvferry key new FILE` and give it to every engine "
+            "(--key-file FILE, or KVFERRY_KEY_FILE=FILE), or use 127.0.0.1"
         )

@@ -1,1 +1,1 @@
-"""Messages: typed, versioned, bounded. No socket."""
+"""Messages between engines: typed, versioned, and bounded. No sockets."""

@@ -1,10 +1,10 @@
 """The handshake message: a frozen envelope around an opaque payload (R8).
 
-The envelope's schema never changes, whatever the protocol's version: a peer of any release can read who speaks, which
-versions it speaks, and every fact. Only after the facts were compared and a version was agreed on is the payload
-decoded (wire.hello). An envelope decodes into bounded plain values; what they mean is decided by handshake.
+The envelope's schema never changes, whatever the protocol version: a peer of any release can read who the sender is,
+which versions it speaks, and every fact. The payload (wire.hello) is decoded only after the facts were compared and a
+version was agreed on. An envelope decodes into bounded plain values; the handshake room decides what they mean.
 
-On the wire: the four bytes of MAGIC, then one msgpack map with the names below. Unknown names are skipped.
+On the wire it is the four bytes of MAGIC, followed by one msgpack map with the names below. Unknown names are skipped.
 """
 
 from enum import StrEnum
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 MAGIC = b"KVF\x01"
-"""Never changes: with other first bytes it is not a message of ours."""
+"""The first bytes of every handshake message. They never change."""
 
 MAX_ENVELOPE_FACTS = 256
 MAX_REASON_CHARS = 16384
@@ -39,22 +39,22 @@ _Items = Annotated[tuple[_Text | int, ...], msgspec.Meta(max_length=4096)]
 
 
 class Kind(StrEnum):
-    """What an envelope says."""
+    """The kind of a message."""
 
     ASK = "ask"
-    """May we pair? The payload is in version `protocol`."""
+    """Asks whether the two engines may pair. The payload is in version `protocol`."""
     ACCEPT = "accept"
-    """We may. The payload is in version `protocol`, which both speak from now on."""
+    """They may. The payload is in version `protocol`, which both speak from now on."""
     AGAIN = "again"
-    """We may, but not with a payload of that version: ask again with one of version `protocol`."""
+    """They may, but the payload is in a version that the answerer does not speak: ask again in version `protocol`."""
     REFUSE = "refuse"
-    """We may not; `reason` says why. The asker backs off."""
+    """They may not; `reason` says why. The asker backs off."""
     BUSY = "busy"
-    """Not now; `reason` says why. Nothing was compared: ask again later."""
+    """The answerer has no time; `reason` says why. Nothing was compared: ask again later."""
 
 
 class WireFact(msgspec.Struct, frozen=True, array_like=True):
-    """A fact as it travels: name, class (`must match`, `bridged` or `informative`, for ever), value."""
+    """A fact in a message: its name, its class (always `must match`, `bridged` or `informative`), and its value."""
 
     name: _Name
     kind: _Name
@@ -62,7 +62,7 @@ class WireFact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """Frozen for ever. Never add, change or take away a field: that is what protocol versions are for."""
+    """The envelope. Never add, change or remove a field: changes belong in the payload, with a new protocol version."""
 
     kind: Kind
     engine: _Id
@@ -70,9 +70,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     protocol_min: _Version
     protocol_max: _Version
     protocol: _Version
-    """Of the payload; 0 where there is none."""
+    """The version of the payload; 0 if there is none."""
     digest: Annotated[bytes, msgspec.Meta(max_length=32)]
-    """handshake.digest of the facts; empty where no facts are told (BUSY)."""
+    """The digest of the facts (handshake.digest); empty if there are no facts (BUSY)."""
     facts: Annotated[tuple[WireFact, ...], msgspec.Meta(max_length=MAX_ENVELOPE_FACTS)]
     payload: bytes = b""
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)] = ""
@@ -83,16 +83,16 @@ _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """With MAGIC in front."""
+    """Returns MAGIC and the encoded envelope."""
     return MAGIC + _encoder.encode(envelope)
 
 
 def decode_envelope(body: bytes) -> Envelope:
-    """Raises MalformedMessage, with the path of what is wrong, for anything that is not an envelope."""
+    """Decodes an envelope. Raises MalformedMessage, with the path of what is wrong, for anything else."""
     if body[: len(MAGIC)] != MAGIC:
         raise MalformedMessage(
-            f"not a kvferry handshake: it begins with {bytes(body[:8])!r} and should begin with {MAGIC!r}. "
-            "Is something else speaking to the side-channel port?"
+            f"not a kvferry handshake: the message begins with {bytes(body[:8])!r} and not with {MAGIC!r}. "
+            "Is another program connected to the side-channel port?"
         )
     try:
         return _decoder.decode(memoryview(body)[len(MAGIC) :])

@@ -1,6 +1,6 @@
-"""The token that prefill sampled from the end of the prompt, as it travels with a hand-off.
+"""The first token of the answer, which prefill sampled at the end of the prompt, as part of a hand-off.
 
-In pull mode it goes through the router, in HandoffParams; in push mode decode is already waiting, so it comes with the
+In pull mode it goes through the router, in HandoffParams. In push mode decode is already waiting, so it comes with the
 final message of the hand-off, as an opaque note.
 """
 
@@ -24,12 +24,12 @@ _decoder = msgspec.msgpack.Decoder(FirstToken)
 
 
 def encode_first_token(first: FirstToken) -> bytes:
-    """As msgpack."""
+    """Returns the token as msgpack."""
     return msgspec.msgpack.encode(first)
 
 
 def decode_first_token(note: bytes) -> FirstToken:
-    """Raises MalformedMessage: the note comes from a peer."""
+    """Decodes a note. Raises MalformedMessage, as the note comes from a peer."""
     try:
         return _decoder.decode(note)
     except msgspec.MsgspecError as error:
@@ -37,7 +37,7 @@ def decode_first_token(note: bytes) -> FirstToken:
 
 
 def first_token_of(params: HandoffParams) -> FirstToken | None:
-    """What the router carried, if anything."""
+    """Returns the token that the router carried, or None."""
     if params.first_token is None:
         return None
     top = tuple((token, logprob) for token, logprob in params.first_top_logprobs or ())

@@ -1,7 +1,8 @@
-"""Messages between a decode rank and a prefill rank during hand-offs. The page is docs/reference/wire-handoff.md.
+"""The messages between a decode rank and a prefill rank during hand-offs (docs/reference/wire-handoff.md).
 
-One tagged union in msgpack, named fields, unknown fields skipped, every length and number bounded while decoding.
-Messages longer than a transport's limit travel as fragments. No message holds a time: what is sent is what remains.
+They are one tagged union in msgpack with named fields. Unknown fields are skipped, and decoding bounds every length and
+number. A message that is longer than a transport's limit is sent in fragments. No message holds a point in time, only
+the time that remains.
 
 decode -> prefill   Claim, Register, Confirm, Drop, Revoke
 prefill -> decode   Ready, Wrote, Fail, Stopped
@@ -49,13 +50,13 @@ __all__ = [
 ]
 
 MAX_FRAME_BYTES = 60 << 10
-"""What fits into one `Transport.send` with room to spare."""
+"""A size that fits into one `Transport.send` with room to spare."""
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_NOTE_BYTES = 4096
 MAX_DIGEST_BYTES = 40 << 10
 MAX_REASON_CHARS = 500
 MAX_RENEWED = 256
-"""Transfers in one Renew."""
+"""The largest number of transfers in one Renew."""
 
 _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=160)]
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
@@ -73,7 +74,7 @@ _Renewed = Annotated[tuple[_Id, ...], msgspec.Meta(max_length=MAX_RENEWED)]
 
 
 class WireTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A BlockTable: group, position of the first token, block ids."""
+    """A BlockTable: its group, the position of its first token, and its block ids."""
 
     group: Annotated[int, msgspec.Meta(ge=0, lt=64)]
     first_token: _Tokens
@@ -85,23 +86,23 @@ _Tables = Annotated[tuple[WireTable, ...], msgspec.Meta(max_length=64)]
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True, tag_field="type"):
     to: _Id
-    """The incarnation that is meant: one that restarted under the same address ignores the message (I6)."""
+    """The incarnation that the message is for. One that restarted under the same address ignores it (I6)."""
 
 
 class Claim(_Message, frozen=True, kw_only=True, gc=False, tag="claim"):
-    """Pull: this decode rank will read `transfer`. Sent again until it is answered; each one renews the grant."""
+    """Pull: this decode rank will read `transfer`. It is sent again until it is answered; each one renews the grant."""
 
     transfer: _Id
     ranks: _Ranks
-    """How many decode ranks will confirm."""
+    """The number of decode ranks that will confirm."""
     start: _Tokens
     stop: _Tokens
     seq: _Seq
-    """Echoed as Ready.ack: decode counts its lease from when it sent this claim."""
+    """Returned as Ready.ack: decode counts its lease from when it sent the claim with this number."""
 
 
 class Register(_Message, frozen=True, kw_only=True, gc=False, tag="register"):
-    """Push: prefill may write tokens [start, stop) into these blocks, once it holds a lease (by Renew)."""
+    """Push: prefill may write tokens [start, stop) into these blocks as soon as it holds a lease (by Renew)."""
 
     transfer: _Id
     ranks: _Ranks
@@ -112,7 +113,7 @@ class Register(_Message, frozen=True, kw_only=True, gc=False, tag="register"):
 
 
 class Confirm(_Message, frozen=True, kw_only=True, gc=False, tag="confirm"):
-    """This decode rank has all that it wanted of this prefill rank and will touch nothing of it any more."""
+    """This decode rank has everything that it needed from this prefill rank, and will not read its blocks again."""
 
     transfer: _Id
     ranks: _Ranks
@@ -127,7 +128,7 @@ class Drop(_Message, frozen=True, kw_only=True, gc=False, tag="drop"):
 
 
 class Revoke(_Message, frozen=True, kw_only=True, gc=False, tag="revoke"):
-    """Push: stop writing. Answered by Stopped (or Fail with `quiet`) when no write is in flight."""
+    """Push: prefill must stop writing. It answers Stopped (or Fail with `quiet`) when no write is in flight."""
 
     transfer: _Id
     ranks: _Ranks
@@ -135,14 +136,14 @@ class Revoke(_Message, frozen=True, kw_only=True, gc=False, tag="revoke"):
 
 
 class Ready(_Message, frozen=True, kw_only=True, gc=False, tag="ready"):
-    """Pull: the grant, and each step of progress: [start, stop) is computed and may be read from these blocks."""
+    """Pull: grants blocks, and reports progress: [start, stop) is computed and may be read from these blocks."""
 
     transfer: _Id
     tables: _Tables
     start: _Tokens
     stop: _Tokens
     final: bool
-    """Nothing more will come: [start, stop) is the exact range."""
+    """True if nothing more will come: then [start, stop) is the exact range of the hand-off."""
     ttl_s: _Ttl
     ack: _Seq = 0
     digest: _Digest = b""
@@ -150,17 +151,17 @@ class Ready(_Message, frozen=True, kw_only=True, gc=False, tag="ready"):
 
 
 class Wrote(_Message, frozen=True, kw_only=True, gc=False, tag="wrote"):
-    """Push: part `part` is in your memory. Attached to the part's write, so that it comes after its last byte."""
+    """Push: part `part` is in decode's memory. It is attached to the part's write, so it comes after the last byte."""
 
     transfer: _Id
     part: _Count
     parts: _Count = 0
-    """On the last part: how many parts there are. Decode is done when it has as many messages."""
+    """In the last part, the number of parts; else 0. Decode is done when it has as many messages."""
     start: _Tokens = 0
     stop: _Tokens = 0
-    """Not the last part: the tokens it holds. The last part: prefill's exact range."""
+    """The tokens [start, stop) of this part; in the last part, the exact range of the hand-off."""
     owes: bool = True
-    """False: this prefill rank has nothing that this decode rank needs; no range is stated."""
+    """False if this prefill rank has nothing that this decode rank needs; then there is no range."""
     num_bytes: _Count = 0
     num_runs: _Count = 0
     digest: _Digest = b""
@@ -168,44 +169,45 @@ class Wrote(_Message, frozen=True, kw_only=True, gc=False, tag="wrote"):
 
 
 class Fail(_Message, frozen=True, kw_only=True, gc=False, tag="fail"):
-    """Prefill cannot hand over: unknown, ended, withdrawn, or a write failed."""
+    """Prefill cannot hand over: the transfer is unknown, ended or withdrawn, or a write failed."""
 
     transfer: _Id
     reason: _Reason
     quiet: bool
-    """No write of ours is in flight and none will start. False: Stopped follows."""
+    """True if no write of prefill is in flight and none will start; if False, Stopped follows."""
 
 
 class Stopped(_Message, frozen=True, kw_only=True, gc=False, tag="stopped"):
-    """Push: no write of ours is in flight, none will start: the blocks are yours."""
+    """Push: no write of prefill is in flight and none will start, so decode may reuse the blocks."""
 
     transfer: _Id
 
 
 class Renew(_Message, frozen=True, kw_only=True, gc=False, tag="renew"):
-    """The holder still wants these grants. One a peer rank, however many grants."""
+    """The holder still wants these grants. One message per peer rank renews all of them."""
 
     seq: _Seq
     from_decode: bool
     transfers: _Renewed
     bell_port: _BellPort = 0
-    """Where to send `bell` as a datagram when you have sent a message, at the host of our side channel; 0: nowhere."""
+    """The sender's doorbell: after a message to the sender, send `bell` as a datagram to this port, at the host of the
+    sender's side channel. 0 means that there is none."""
     bell: _Bell = b""
 
 
 class RenewAck(_Message, frozen=True, kw_only=True, gc=False, tag="renewed"):
-    """All transfers of that Renew are extended, but for the ended ones."""
+    """All transfers of the Renew with this `seq` are extended, except the ended ones."""
 
     seq: _Seq
     to_decode: bool
     ended: _Renewed = ()
     bell_port: _BellPort = 0
-    """See Renew."""
+    """The sender's doorbell, as in Renew."""
     bell: _Bell = b""
 
 
 class Fragment(_Message, frozen=True, kw_only=True, gc=False, tag="part"):
-    """A slice of a message that is too long for one frame. In order; a gap drops the message."""
+    """A slice of a message that is too long for one frame. Slices come in order; a gap drops the message."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=4096)]
     count: Annotated[int, msgspec.Meta(ge=2, le=4096)]
@@ -220,37 +222,37 @@ _decoder: msgspec.msgpack.Decoder[_Frame] = msgspec.msgpack.Decoder(_Frame)
 
 
 def to_wire(tables: Sequence[BlockTable]) -> tuple[WireTable, ...]:
-    """Block tables as they travel."""
+    """Returns block tables as they are sent."""
     return tuple([WireTable(t.group, t.first_token, tuple(t.block_ids)) for t in tables])
 
 
 def from_wire(tables: Sequence[WireTable]) -> tuple[BlockTable, ...]:
-    """The tables of a peer. Ids are bounded, but not yet compared with the peer's layout: the planner does that."""
+    """Returns a peer's block tables. Their ids are bounded, but only the planner checks them against the layout."""
     return tuple([BlockTable(t.group, t.first_token, t.block_ids) for t in tables])
 
 
 def with_size(message: Wrote, num_bytes: int, num_runs: int) -> Wrote:
-    """The same, with what the part took; known only when it was planned."""
+    """Returns the message with the size of its part, which is known only after planning."""
     return msgspec.structs.replace(message, num_bytes=num_bytes, num_runs=num_runs)
 
 
 def with_bell(message: Renew | RenewAck, port: int, bell: bytes) -> Renew | RenewAck:
-    """The same, with where its sender can be rung."""
+    """Returns the message with its sender's doorbell."""
     return msgspec.structs.replace(message, bell_port=port, bell=bell)
 
 
 def readdressed(message: Message, to: str) -> Message:
-    """The same message to another incarnation: for tests that forge."""
+    """Returns the same message for another incarnation; tests forge messages with it."""
     return msgspec.structs.replace(message, to=to)
 
 
 def encode_message(message: _Frame) -> bytes:
-    """As msgpack."""
+    """Returns a frame as msgpack."""
     return _encoder.encode(message)
 
 
 def decode_message(body: bytes) -> _Frame:
-    """One frame from a peer. Raises MalformedMessage with the path of what is wrong."""
+    """Decodes one frame from a peer. Raises MalformedMessage with the path of what is wrong."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise MalformedMessage(f"hand-off message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     try:
@@ -258,7 +260,10 @@ def decode_message(body: bytes) -> _Frame:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"hand-off message: {error}") from error
     if isinstance(message, Claim | Register | Ready | Wrote) and message.start > message.stop:
-        raise MalformedMessage(f"hand-off message: tokens [{message.start}, {message.stop}) of {message.transfer!r}")
+        raise MalformedMessage(
+            f"hand-off message: tokens [{message.start}, {message.stop}) of {message.transfer!r}; start must not be "
+            "above stop"
+        )
     if isinstance(message, Register | Ready):
         groups = [table.group for table in message.tables]
         if len(set(groups)) != len(groups):
@@ -271,7 +276,7 @@ def decode_message(body: bytes) -> _Frame:
 
 
 def frames(message: Message) -> Iterator[bytes]:
-    """The message in pieces that a transport takes; nearly always one."""
+    """Yields the message in pieces that a transport accepts, which is nearly always one."""
     body = _encoder.encode(message)
     if len(body) <= MAX_FRAME_BYTES:
         yield body
@@ -284,7 +289,7 @@ def frames(message: Message) -> Iterator[bytes]:
 
 
 class Reassembly:
-    """Joins one peer's fragments. Holds one unfinished message of at most MAX_MESSAGE_BYTES."""
+    """Joins one peer's fragments. It holds one unfinished message of at most MAX_MESSAGE_BYTES."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -292,7 +297,7 @@ class Reassembly:
         self._num_bytes = 0
 
     def add(self, fragment: Fragment) -> Message | None:
-        """The whole message after its last fragment. Raises MalformedMessage for a gap or a message too long."""
+        """Adds a fragment, and returns the message after its last one. Raises MalformedMessage for a gap or excess."""
         if fragment.index == 0:
             self._pieces, self._count, self._num_bytes = [], fragment.count, 0
         expected = len(self._pieces)
@@ -300,7 +305,7 @@ class Reassembly:
         if fragment.index != expected or fragment.count != self._count or self._num_bytes > MAX_MESSAGE_BYTES:
             held, self._pieces, self._count = self._num_bytes, [], 0
             raise MalformedMessage(
-                f"hand-off message: fragment {fragment.index} of {fragment.count} where {expected} was next, "
+                f"hand-off message: fragment {fragment.index} of {fragment.count}; expected fragment {expected}, "
                 f"with {held} bytes so far"
             )
         self._pieces.append(fragment.body)

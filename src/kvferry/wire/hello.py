@@ -1,11 +1,11 @@
-"""The payload of a handshake: who an engine is, and what each of its ranks needs a peer to know.
+"""The payload of a handshake: what a peer needs to know about an engine and each of its ranks.
 
-Decoded only after the envelope was accepted (R8), in the version that both sides agreed on (wire.versions). Each rank's
-layout stays bytes until wire.layout_codec has checked it.
+It is decoded only after the envelope was accepted (R8), in the version that both sides agreed on (wire.versions). Each
+rank's layout stays bytes until wire.layout_codec checks it.
 
-* Version 1: a map; each rank is a map that names its transport. No capabilities.
-* Version 2: a map with other names; the transport is named once, a rank is the array [layout, metadata], and it tells
-  capabilities and the address of the sender's side channel.
+* Version 1 is a map; each rank is a map that names its transport. There are no capabilities.
+* Version 2 is a map with other names. The transport is named once, a rank is the array [layout, metadata], and the
+  capabilities and the address of the sender's side channel are added.
 """
 
 from typing import Annotated
@@ -36,17 +36,17 @@ class RankHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, all its ranks in the order of their Rank.index."""
+    """One engine, with all its ranks in the order of Rank.index."""
 
     engine: _Id
     incarnation: _Id
     role: Role
     ranks: tuple[RankHello, ...]
     capabilities: tuple[str, ...] = ()
-    """What the sender can do that not every release can, by name; a version 1 peer tells none. Unknown names are
-    skipped: what both tell may be used."""
+    """The names of what the sender can do but not every release can. What both sides name may be used; unknown names
+    are skipped. A version 1 peer names none."""
     host: str = ""
-    """Where the sender's own side channel listens; "" if it does not tell (version 1)."""
+    """The host on which the sender's own side channel listens; "" if it is not reported (version 1)."""
     port: int = 0
 
 
@@ -85,8 +85,10 @@ _decoder_v2 = msgspec.msgpack.Decoder(_HelloV2)
 
 
 def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
-    """As msgpack, in the schema of that protocol version (2 and 3 have the same). Version 1 leaves out what it has no
-    words for."""
+    """Returns the payload as msgpack, in the schema of that protocol version (2 and 3 have the same).
+
+    Version 1 leaves out what its schema cannot express.
+    """
     if protocol == 1:
         ranks = tuple(
             _RankV1(layout=rank.layout, transport=rank.transport, transport_metadata=rank.transport_metadata)
@@ -113,7 +115,7 @@ def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
 
 
 def decode_hello(body: bytes, protocol: int = PROTOCOL_MAX) -> Hello:
-    """From the schema of that protocol version. Raises MalformedMessage with the path of what is wrong."""
+    """Decodes a payload of that protocol version. Raises MalformedMessage with the path of what is wrong."""
     assert 1 <= protocol <= PROTOCOL_MAX, "callers negotiate a version that we speak"
     try:
         hello = _from_v1(_decoder_v1.decode(body)) if protocol == 1 else _from_v2(_decoder_v2.decode(body))
@@ -122,29 +124,29 @@ def decode_hello(body: bytes, protocol: int = PROTOCOL_MAX) -> Hello:
     if not 1 <= len(hello.ranks) <= MAX_RANKS:
         raise MalformedMessage(f"handshake payload: {len(hello.ranks)} ranks; between 1 and {MAX_RANKS} are allowed")
     if len({rank.transport for rank in hello.ranks}) != 1:
-        raise MalformedMessage("handshake payload: its ranks use several transports; one is allowed")
+        raise MalformedMessage("handshake payload: its ranks use several transports; they must use the same one")
     return hello
 
 
-def _from_v1(told: _HelloV1) -> Hello:
+def _from_v1(payload: _HelloV1) -> Hello:
     ranks = tuple(
         RankHello(layout=rank.layout, transport=rank.transport, transport_metadata=rank.transport_metadata)
-        for rank in told.ranks
+        for rank in payload.ranks
     )
-    return Hello(engine=told.engine, incarnation=told.incarnation, role=told.role, ranks=ranks)
+    return Hello(engine=payload.engine, incarnation=payload.incarnation, role=payload.role, ranks=ranks)
 
 
-def _from_v2(told: _HelloV2) -> Hello:
+def _from_v2(payload: _HelloV2) -> Hello:
     ranks = tuple(
-        RankHello(layout=rank.layout, transport=told.transport, transport_metadata=rank.metadata)
-        for rank in told.shards
+        RankHello(layout=rank.layout, transport=payload.transport, transport_metadata=rank.metadata)
+        for rank in payload.shards
     )
     return Hello(
-        engine=told.engine,
-        incarnation=told.incarnation,
-        role=told.role,
+        engine=payload.engine,
+        incarnation=payload.incarnation,
+        role=payload.role,
         ranks=ranks,
-        capabilities=told.capabilities,
-        host=told.host,
-        port=told.port,
+        capabilities=payload.capabilities,
+        host=payload.host,
+        port=payload.port,
     )

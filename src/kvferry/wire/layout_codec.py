@@ -1,8 +1,8 @@
-"""A cache layout as data: msgpack in the handshake, JSON or msgpack in files. Format page: docs/reference/layout.md.
+"""Encodes cache layouts: msgpack in the handshake, JSON or msgpack in files. docs/reference/layout.md has the format.
 
 Tensors that differ only in layer, region and offset share a *form*, and are written as columns: a rank of 80 layers
-takes some 5 KB. Whatever is decoded is hostile until the layout's own checks have passed; every fault is a
-MalformedMessage that says where.
+takes about 5 KB. Everything that is decoded is hostile until the layout's own checks have passed; each fault raises
+MalformedMessage with the place.
 
 Versions of the format
   1  the first one
@@ -57,7 +57,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 
 
 class WireRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """As description.Region."""
+    """A description.Region."""
 
     address: Address
     num_bytes: Count
@@ -66,7 +66,7 @@ class WireRegion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """As description.CacheGroup."""
+    """A description.CacheGroup."""
 
     kind: CacheKind
     block_tokens: Count
@@ -74,7 +74,7 @@ class WireGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireAxis(msgspec.Struct, frozen=True, kw_only=True):
-    """As description.Axis."""
+    """A description.Axis."""
 
     name: Name
     extent: Count
@@ -85,7 +85,7 @@ class WireAxis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What tensors have in common: all of description.Tensor but layer, region and offset."""
+    """What tensors have in common: all of description.Tensor except layer, region and offset."""
 
     part: Name
     encoding: Name
@@ -98,7 +98,7 @@ class WireForm(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireRank(msgspec.Struct, frozen=True, kw_only=True):
-    """As description.Rank."""
+    """A description.Rank."""
 
     index: Count = 0
     tp_rank: Count = 0
@@ -111,7 +111,7 @@ class WireRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's layout. The last four arrays are columns of one table and have one length."""
+    """One rank's layout. The last four arrays are columns of one table and have the same length."""
 
     version: int
     rank: WireRank
@@ -125,7 +125,7 @@ class WireLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WireFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file: all ranks of one engine."""
+    """A file with all ranks of one engine."""
 
     kvferry_layouts: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
 
@@ -143,27 +143,27 @@ _json_version_decoder = msgspec.json.Decoder(_Version)
 
 
 def encode_layout(layout: CacheLayout) -> bytes:
-    """As msgpack; the same layout always gives the same bytes."""
+    """Returns a layout as msgpack. The same layout always gives the same bytes."""
     return _encoder.encode(_to_wire(layout))
 
 
 def decode_layout(body: bytes) -> CacheLayout:
-    """A checked layout. Raises MalformedMessage, and nothing else, for whatever a peer may send."""
+    """Decodes and checks a layout. Raises MalformedMessage, and nothing else, for whatever a peer may send."""
     return _decode(body, _version_decoder.decode, _decoder.decode)
 
 
 def encode_layout_json(layout: CacheLayout) -> bytes:
-    """As JSON, one line."""
+    """Returns a layout as one line of JSON."""
     return _json_encoder.encode(_to_wire(layout))
 
 
 def decode_layout_json(body: bytes) -> CacheLayout:
-    """As decode_layout."""
+    """Does the same as decode_layout, for JSON."""
     return _decode(body, _json_version_decoder.decode, _json_decoder.decode)
 
 
 def save_layouts(path: Path, layouts: Sequence[CacheLayout]) -> None:
-    """Write all ranks of an engine: JSON where the name ends in .json, else msgpack."""
+    """Writes all ranks of an engine: as JSON if the name ends in .json, else as msgpack."""
     if path.suffix == ".json":
         ranks = tuple(msgspec.Raw(encode_layout_json(layout)) for layout in layouts)
         path.write_bytes(msgspec.json.format(_json_encoder.encode(WireFile(kvferry_layouts=ranks)), indent=1) + b"\n")
@@ -173,7 +173,8 @@ def save_layouts(path: Path, layouts: Sequence[CacheLayout]) -> None:
 
 
 def load_layouts(path: Path) -> tuple[CacheLayout, ...]:
-    """Read what save_layouts wrote. ConfigError: no such file; MalformedMessage: not such a file."""
+    """Reads what save_layouts wrote. Raises ConfigError if there is no such file, MalformedMessage for wrong
+    content."""
     try:
         body = path.read_bytes()
     except OSError as error:
@@ -258,10 +259,10 @@ def _decode(body: bytes, version_of: Callable[[bytes], _Version], decode: Callab
 def _from_wire(wire: WireLayout) -> CacheLayout:
     lengths = {name: len(getattr(wire, name)) for name in ("layer", "form", "region", "offset")}
     if len(set(lengths.values())) > 1:
-        raise MalformedMessage(f"layout: arrays of one table have unequal lengths: {lengths!r}")
+        raise MalformedMessage(f"layout: the columns of the table have unequal lengths: {lengths!r}")
     beyond = [index for index in wire.form if index >= len(wire.forms)]
     if beyond:
-        raise MalformedMessage(f"layout: form {beyond[0]} is named and there are {len(wire.forms)}")
+        raise MalformedMessage(f"layout: form {beyond[0]} is named, but there are only {len(wire.forms)} forms")
     groups = tuple(CacheGroup(g.kind, g.block_tokens, g.window_tokens) for g in wire.groups)
     regions = tuple(Region(r.address, r.num_bytes, r.kind, r.device) for r in wire.regions)
     forms = [

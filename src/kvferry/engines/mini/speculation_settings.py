@@ -1,6 +1,6 @@
-"""The settings of speculation: `--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'`.
+"""Settings of speculative decoding: `--speculative-config '{"method": "mtp", "num_speculative_tokens": 3}'`.
 
-The keys are vLLM's wherever vLLM has one, so that the same JSON works for both engines.
+The keys that vLLM has, too, have vLLM's names, so that one JSON text serves both engines.
 """
 
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from kvferry.errors import ConfigError
 __all__ = ["METHODS", "TEXT_METHODS", "SpeculationSettings", "SpeculativeConfig"]
 
 TEXT_METHODS = ("ngram", "suffix")
-"""Methods that know only the text: they keep nothing in the cache and hand nothing over."""
+"""Methods that draft from the text alone: they keep nothing in the cache, and nothing is handed over for them."""
 METHODS = (*TEXT_METHODS, "draft_model", "eagle3", "mtp")
 SAMPLE_METHODS = ("greedy", "probabilistic")
 MAX_TOKENS = 32
@@ -23,55 +23,56 @@ MAX_LOOKUP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings:
-    """How drafts are made. A wrong key or value raises ConfigError with the key, the value and what is allowed."""
+    """How drafts are made. A value that is missing, unknown or out of range raises ConfigError with the known
+    values."""
 
     method: str
-    """`ngram`, `suffix`, `draft_model`, `eagle3` or `mtp`."""
+    """The method: `ngram`, `suffix`, `draft_model`, `eagle3` or `mtp`."""
 
     num_speculative_tokens: int
-    """The most drafts per step and request. 0: the drafter keeps its KV, so that prefill can serve a decode engine that
-    drafts, but drafts nothing itself."""
+    """The largest number of drafts per step. With 0 the drafter keeps its KV, so that prefill can serve a decode engine
+    that drafts, but drafts nothing itself."""
 
     model: str | None = None
     """The drafter's directory, for `draft_model` and `eagle3`. MTP modules are in the target's own checkpoint."""
 
     revision: str | None = None
-    """The revision of `model`; it is compared with the other side's (R4)."""
+    """The revision of `model`. It must be the same on both sides (R4)."""
 
     draft_sample_method: str = "greedy"
-    """`greedy`: drafts are the drafter's likeliest tokens, and a sampled answer is, token for token, the one that the
-    same seed gives without drafts. `probabilistic`: for requests that sample, `draft_model`, `eagle3` and `mtp` sample
-    their drafts too. More drafts are accepted, and answers keep their distribution, but a seed gives other tokens than
-    without drafts."""
+    """How drafts are chosen. With `greedy` they are the drafter's likeliest tokens, and a sampled answer has exactly
+    the tokens that it would have without drafts from the same seed. With `probabilistic`, for sampled requests,
+    `draft_model`, `eagle3` and `mtp` sample drafts as the request samples tokens: more drafts are accepted, and answers
+    have the same distribution, but not the same tokens from the same seed."""
 
     prompt_lookup_max: int = 5
-    """ngram: the most last tokens that are looked up in the earlier text."""
+    """For `ngram`: the largest number of last tokens that are looked up in the preceding text."""
 
     prompt_lookup_min: int = 2
-    """ngram: the fewest last tokens that are looked up in the earlier text."""
+    """For `ngram`: the smallest number of last tokens that are looked up in the preceding text."""
 
     suffix_decoding_max_tree_depth: int = 24
-    """suffix: the most tokens of a match and the drafts after it together."""
+    """For `suffix`: the largest number of tokens that a match and the drafts after it may have together."""
 
     suffix_decoding_max_cached_tokens: int = 65536
-    """suffix: up to this many tokens of earlier answers are kept to draft from; the oldest answers are dropped
-    first."""
+    """For `suffix`: how many tokens of earlier answers are kept to draft from. The oldest answers are dropped first."""
 
     suffix_decoding_max_spec_factor: float = 2.0
-    """suffix: at most this many drafts for each token that matched."""
+    """For `suffix`: the largest number of drafts per matched token."""
 
     suffix_decoding_min_token_prob: float = 0.1
-    """suffix: a draft must have followed in at least this fraction of the cases."""
+    """For `suffix`: a token is drafted only if it and the drafts before it followed in at least this share of the
+    earlier occurrences of the match."""
 
     cold_start: bool = False
-    """Decode: also pair with a prefill engine that has no drafter. The drafter then starts after the prompt with an
-    empty cache: the text is the same, and fewer drafts are accepted."""
+    """On decode: also accept a prefill engine without a drafter. The drafter then starts after the prompt with an empty
+    cache: the text is the same, but fewer drafts are accepted."""
 
     unsafe_without_backoff: bool = False
-    """UNSAFE, only for `python -m benchmarks.spec`: it imitates the published fault. Prefill hands over the whole
-    prompt, with unverified drafts in the last slots of its modules; and for the whole answer, decode's drafter pairs
-    hidden states with tokens that are too early by the back-off (a back-off of 0 changes nothing). The text stays
-    right, and nearly all drafts are rejected. A warning is logged."""
+    """UNSAFE, only for `python -m benchmarks.spec`: reproduces the effect of the published fault (not its code).
+    Prefill hands over the whole prompt, with unverified drafts in the last slots of its modules. Decode's drafter pairs
+    hidden states with tokens that are too early by the back-off, for the whole answer (a back-off of 0 changes
+    nothing). The text stays right, but nearly all drafts are rejected. A warning is logged."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -132,15 +133,16 @@ class SpeculationSettings:
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """The settings and what the drafter's checkpoint adds. Scheduler, cache and runner all take R31 from here."""
+    """The settings, and what the drafter's checkpoint adds. Scheduler, cache and runner take the lookahead from here
+    (R31)."""
 
     settings: SpeculationSettings
     num_modules: int
-    """The number of modules of a drafter that reads hidden states: MTP modules, or 1 for EAGLE. 0 for others."""
+    """The number of MTP modules; 1 for another drafter that keeps KV and reads hidden states, and 0 for all others."""
 
     @property
     def num_tokens(self) -> int:
-        """The most drafts per step and request."""
+        """The largest number of drafts per step."""
         return self.settings.num_speculative_tokens
 
     @property
@@ -150,20 +152,18 @@ class SpeculativeConfig:
 
     @property
     def num_prefill_lookahead_tokens(self) -> int:
-        """How many tokens after the target's the drafter reads during prefill (R31); see connector.lookahead."""
+        """How many tokens beyond the target's computed range the drafter reads during prefill (R31)."""
         return num_prefill_lookahead_tokens(self.settings.method, self.num_tokens, self.num_modules)
 
     def handoff_lookahead(self, *, state: bool) -> int:
-        """Returns connector.lookahead.handoff_lookahead, or 0 if no slot of the drafter is handed over (cold start), or
-        with the unsafe switch."""
+        """Returns connector.lookahead.handoff_lookahead, or 0 if no slot of the drafter is handed over, or with
+        `unsafe_without_backoff`."""
         if self.settings.unsafe_without_backoff or self.settings.cold_start:
             return 0
         return handoff_lookahead(self.num_prefill_lookahead_tokens, num_modules=self.num_modules, state=state)
 
     @property
     def trailing_dependency(self) -> int:
-        """How many tokens after a block the drafter's slots of that block depend on.
-
-        A prefix hit is usable for that much less than its length, and a block enters the prefix cache that much later.
-        """
+        """How many tokens after a block influence the drafter's slots in it. A prefix hit is this much shorter for that
+        reason, and a block enters the prefix cache this many tokens later."""
         return self.num_modules
