@@ -173,11 +173,11 @@ class Engine:
         """Schedule, pretend to run, update. `reports`: what the worker says."""
         scheduled = self.scheduler.schedule()
         meta = scheduled.kv_connector_metadata
-        doomed = set(meta.doomed)
+        failing = set(meta.failing)
         told = KVConnectorOutput(
-            finished_recving=doomed or None,
-            failed_recving=set(doomed),
-            kv_connector_worker_meta=Reports(tuple(reports)) if reports or meta.answer else None,
+            finished_recving=failing or None,
+            failed_recving=set(failing),
+            kv_connector_worker_meta=Reports(tuple(reports)) if reports or meta.report_expected else None,
         )
         names = list(scheduled.num_scheduled_tokens)
         if names:
@@ -318,7 +318,7 @@ def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
         assert not engine.scheduler.has_requests()
         assert engine.num_free == engine.free - 3
         assert poll_until(lambda: line.connected, 10.0, every_s=0.01) >= 0
-        assert line.tell(released(params))
+        assert line.send(released(params))
         assert engine.input_queue is not None
         assert engine.input_queue.get(timeout=10.0)[0] is EngineCoreRequestType.WAKEUP
         assert engine.scheduler.has_requests(), "a step, for vLLM's metrics"
@@ -353,7 +353,7 @@ def test_decode_sleeps_while_all_it_has_waits_for_prefill(
         decode.step()
         assert poll_until(lambda: line.connected, 10.0, every_s=0.01) >= 0
         slept.clear()
-        assert line.tell(landed(request, params))
+        assert line.send(landed(request, params))
         assert decode.input_queue is not None
         decode.input_queue.get(timeout=10.0)
         decode.step()

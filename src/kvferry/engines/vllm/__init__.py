@@ -1,1 +1,1 @@
-"""The plug-in for real vLLM: `KVFerryConnector`. Importing the package alone loads no vllm."""
+"""The plug-in for vLLM: `KVFerryConnector`. Importing this package alone does not load vllm."""

@@ -1,4 +1,4 @@
-"""kvferry's log lines go where vLLM's go, at vLLM's level: vLLM sets up its own logger alone."""
+"""Sends kvferry's log lines where vLLM's go, at vLLM's level: vLLM sets up only its own logger."""
 
 import logging
 
@@ -6,7 +6,7 @@ __all__ = ["share_logging"]
 
 
 def share_logging() -> None:
-    """Idempotent. Whoever has set up a handler for kvferry keeps it."""
+    """Adds vLLM's handlers to kvferry's logger, unless the operator has given it handlers already. Idempotent."""
     ours, theirs = logging.getLogger("kvferry"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return

@@ -1,4 +1,4 @@
-"""What crosses between vLLM's scheduler and its workers: three records, as vLLM wants them. Pickled by vLLM."""
+"""The three records that cross between vLLM's scheduler and its workers. vLLM pickles them."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,9 @@ __all__ = ["Orders", "RankInfo", "Reports"]
 
 @dataclass(frozen=True)
 class RankInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is not installed where types are checked
-    """What a worker tells the scheduler at the start: all that peers, and the facts, need of it."""
+    """What a worker sends the scheduler at the start: everything that peers and the facts need to know about its
+    rank.
+    """
 
     index: int
     incarnation: str
@@ -27,32 +29,32 @@ class RankInfo(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vllm is n
     packings: tuple[str, ...]
     state_dtypes: tuple[str, ...]
     layer_groups: tuple[tuple[str, int], ...]
-    """(canonical layer name, group)."""
-    line: str = ""
-    """Where the scheduler finds this worker's WorkerChannel; empty: nowhere."""
+    """Pairs of (canonical layer name, index of its cache group)."""
+    channel_address: str = ""
+    """The address of this worker's WorkerChannel; empty if there is none."""
 
 
 @dataclass(frozen=True)
 class Orders(KVConnectorMetadata):  # type: ignore[misc]  # as above
-    """Scheduler to workers, once a step."""
+    """What the scheduler sends to all workers, once per step."""
 
     orders: StepOrders = field(default_factory=StepOrders)
-    doomed: frozenset[str] = frozenset()
-    """Requests that every worker is to report as failed: vLLM ends them with an error."""
-    answer: bool = False
-    """Workers are to report, if only nothing: vLLM calls update_connector_output for a report, and the scheduler half
-    has something to tell vLLM, or will have."""
+    failing: frozenset[str] = frozenset()
+    """Requests that every worker must report as failed, so that vLLM ends them with an error."""
+    report_expected: bool = False
+    """Workers must send a report even if it is empty: vLLM calls update_connector_output only if there is a report, and
+    the scheduler half has, or will have, something to pass to vLLM there."""
 
 
 @dataclass(frozen=True)
 class Reports(KVConnectorWorkerMetadata):  # type: ignore[misc]  # as above
-    """Workers to scheduler, in a step in which there is something to say that did not go by line."""
+    """What workers send to the scheduler with a step: reports that could not go through the worker channel."""
 
     reports: tuple[StepReport, ...] = ()
     lost: tuple[PeerGone, ...] = ()
-    """Peers that a worker found gone."""
+    """Peers that a worker found to be gone."""
 
     def aggregate(self, other: "KVConnectorWorkerMetadata") -> "Reports":
-        """Of several ranks: behind each other."""
+        """Joins the reports of two ranks, in order."""
         assert isinstance(other, Reports), "the workers of one engine run one connector"
         return Reports(self.reports + other.reports, self.lost + other.lost)

@@ -1,4 +1,4 @@
-"""kvferry's series on vLLM's /metrics, through vLLM's own hooks."""
+"""Adds kvferry's series to vLLM's /metrics, through vLLM's own hooks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,33 +14,35 @@ __all__ = ["FerryMetrics", "FerryStats", "of_ended", "of_worker"]
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 _COUNTERS = {
     "handoffs_landed": "Hand-offs whose KV cache arrived whole here",
-    "handoffs_failed": "Hand-offs that ended without it",
+    "handoffs_failed": "Hand-offs that ended without their KV cache",
     "handoff_bytes": "Bytes of KV cache that arrived here",
     "handoff_runs": "Byte runs that they came in",
     "verified_cells": "Pieces of KV cache compared with prefill's by digest",
-    "expired_leases": "Grants that ended because nothing was heard of their holder",
+    "expired_leases": "Grants that ended because their holder did not renew the lease",
 }
 _GAUGES = {
-    "open_grants": "Finished prefills whose blocks are kept for a peer, over all ranks",
-    "quarantined_blocks": "Blocks kept from everyone because a peer that vanished may still write to them",
+    "open_grants": "Finished prefills whose blocks are kept for a peer, added up over all ranks",
+    "quarantined_blocks": "Blocks that are not reused because a peer that vanished may still write to them",
     "peers": "Peer ranks that this engine's ranks know",
 }
 
 
 @dataclass
 class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not installed where types are checked
-    """`data`: counters by name (since the last report), `now` (gauges by name), `transfer_s` (one a hand-off)."""
+    """One half's numbers. `data` holds `counts` (since the last report), `now` (gauges) and `transfer_s` (per hand-
+    off).
+    """
 
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        """Nothing has happened."""
+        """Sets all numbers to nothing."""
         self.data: dict[str, Any] = {"counts": {}, "now": {}, "transfer_s": []}
 
     def aggregate(self, other: "KVConnectorStats") -> "FerryStats":
-        """Of two ranks, or of a rank and the scheduler."""
+        """Adds the numbers of another rank, or of the scheduler."""
         for part in ("counts", "now"):
             for name, value in other.data[part].items():
                 self.data[part][name] = self.data[part].get(name, 0) + value
@@ -48,7 +50,7 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not install
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's periodic log line."""
+        """Returns the numbers for vLLM's periodic log line."""
         counts, times = self.data["counts"], self.data["transfer_s"]
         mean_ms = round(1e3 * sum(times) / len(times), 3) if times else 0.0
         return {
@@ -59,12 +61,12 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not install
         }
 
     def is_empty(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is nothing to report."""
         return not (self.data["counts"] or self.data["now"] or self.data["transfer_s"])
 
 
 def of_ended(landed: tuple[Landed, ...], failed: tuple[Failed, ...]) -> FerryStats | None:
-    """What the scheduler half learnt in one step; None: nothing."""
+    """Returns the numbers of the hand-offs that ended in one step, or None if none ended."""
     if not landed and not failed:
         return None
     counts = {
@@ -78,7 +80,7 @@ def of_ended(landed: tuple[Landed, ...], failed: tuple[Failed, ...]) -> FerrySta
 
 
 def of_worker(now: HandoffStats, before: HandoffStats) -> FerryStats | None:
-    """What one rank's numbers changed by; None: by nothing."""
+    """Returns how one rank's numbers have changed, or None if they have not."""
     if now == before:
         return None
     return FerryStats(
@@ -91,7 +93,7 @@ def of_worker(now: HandoffStats, before: HandoffStats) -> FerryStats | None:
 
 
 class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """The series."""
+    """Creates kvferry's series and feeds them with what vLLM collects."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, labelvalues)
@@ -118,7 +120,7 @@ class FerryMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """One step's numbers."""
+        """Adds one step's numbers to the series."""
         for name, value in transfer_stats_data["counts"].items():
             if value:
                 self._counters[name][engine_idx].inc(value)

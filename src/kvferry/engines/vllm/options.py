@@ -1,9 +1,9 @@
-"""`--kv-transfer-config` as kvferry's settings. Pure.
+"""Reads `--kv-transfer-config` into kvferry's settings.
 
 `kv_connector_extra_config` takes `mode` (pull, push), `strict`, `any_version`, and the parts of FerrySettings by name
-(`transfer`, `lease`, `side_channel`), each an object of settings, or setting by setting as `lease.ttl_s`. Whatever else
-it holds is refused, so that a setting that was misspelt is not a default that nobody wanted. `kv_load_failure_policy`
-is vLLM's own, and decides on_failure. `transfer.staging_bytes` is 16 MiB where it is not set.
+(`transfer`, `lease`, `side_channel`), each as an object of settings or one by one as `lease.ttl_s`. Any other key is
+refused, so that a misspelt setting does not silently become a default. vLLM's own `kv_load_failure_policy` decides
+`on_failure`. `transfer.staging_bytes` is 16 MiB unless it is set.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ STAGING_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the operator set."""
+    """The settings of one engine, as its operator gave them."""
 
     ferry: FerrySettings
     role: Role
@@ -35,14 +35,14 @@ class Options:
 
 
 def role_of(kv_role: str | None) -> Role:
-    """Raises ConfigError for none."""
+    """Returns kvferry's role for vLLM's `kv_role`. Raises ConfigError if it is missing or unknown."""
     if kv_role not in _ROLES:
         raise ConfigError(f"kv_role={kv_role!r} is not one of {', '.join(_ROLES)}")
     return _ROLES[kv_role]
 
 
 def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_policy: str) -> Options:
-    """Raises ConfigError with the name, the value and what is allowed."""
+    """Reads and checks all options. Raises ConfigError with the name, the value and what is allowed."""
     parts = _parts_of(extra)
     transfer = parts["transfer"]
     if "mode" in extra:
@@ -54,11 +54,11 @@ def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_polic
     if failure_policy not in list(FailurePolicy):
         raise ConfigError(f"kv_load_failure_policy={failure_policy!r} is not one of {', '.join(FailurePolicy)}")
     transfer["on_failure"] = failure_policy
-    # vLLM's decode samples from its own pass over the last prompt token: another first token would be said twice.
+    # vLLM's decode samples from its own pass over the last prompt token; prefill's first token would be emitted twice.
     if transfer.setdefault("first_token", False):
         raise ConfigError(f"{_WHERE}.transfer.first_token=True: vLLM's decode cannot take prefill's first token")
-    # Registered memory is resident memory, beside a connector that has none. A pool this large is still filled and sent
-    # in pieces that are long for every wire.
+    # Registered memory is resident memory. A pool of this size is small, and is still filled and sent in pieces that
+    # are long for every wire.
     transfer.setdefault("staging_bytes", STAGING_BYTES)
     settings = FerrySettings()
     kinds = {name: type(getattr(settings, name)) for name in _PARTS}
@@ -73,7 +73,7 @@ def read_options(extra: Mapping[str, Any], *, kv_role: str | None, failure_polic
 
 
 def _parts_of(extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of each part, however they were written."""
+    """Returns the settings of each part, whichever way they were written."""
     parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
     for key, value in extra.items():
         name, dot, setting = key.partition(".")
@@ -81,13 +81,13 @@ def _parts_of(extra: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"{_WHERE} holds {key!r}, which kvferry does not know: it takes {', '.join(_OURS)}")
         if name not in _PARTS:
             continue
-        told = {setting: value} if dot else value
-        if not isinstance(told, Mapping):
+        given = {setting: value} if dot else value
+        if not isinstance(given, Mapping):
             raise ConfigError(f"{_WHERE}.{name}={value!r} must be an object of settings")
-        twice = sorted(set(told) & set(parts[name]))
+        twice = sorted(set(given) & set(parts[name]))
         if twice:
             raise ConfigError(f"{_WHERE} holds {name}.{twice[0]} twice: leave one out")
-        parts[name].update(told)
+        parts[name].update(given)
     return parts
 
 

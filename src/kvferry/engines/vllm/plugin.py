@@ -1,10 +1,12 @@
-"""The entry point `vllm.general_plugins`: makes `"kv_connector": "KVFerryConnector"` known without a module path."""
+"""The entry point `vllm.general_plugins`, which makes `"kv_connector": "KVFerryConnector"` work without a module
+path.
+"""
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes. Idempotent."""
+    """Registers the connector. vLLM calls this in each of its processes; it is idempotent."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:

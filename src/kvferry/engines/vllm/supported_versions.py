@@ -1,15 +1,15 @@
-"""Which vLLM this connector knows. Pure: the caller says which one is there."""
+"""The vLLM releases that this connector supports. The caller passes the installed version."""
 
 from kvferry.errors import ConfigError
 
 __all__ = ["SUPPORTED", "check_version"]
 
 SUPPORTED = ("0.32",)
-"""Releases that the tests run with. The hooks of connectors change from release to release."""
+"""The releases that the tests run with. vLLM changes the hooks of connectors from release to release."""
 
 
 def check_version(version: str, *, anyway: bool = False) -> None:
-    """Raise ConfigError for a vLLM that was not tested. `anyway`: the operator takes the risk."""
+    """Raises ConfigError for a vLLM release that was not tested, unless the operator takes the risk (`anyway`)."""
     if anyway or any(version == known or version.startswith(f"{known}.") for known in SUPPORTED):
         return
     raise ConfigError(

@@ -31,7 +31,7 @@ class Worker:
     def __init__(self) -> None:
         self.orders: list[StepOrders] = []
         self.changed = threading.Condition()
-        self.line = WorkerChannel(self.hear)
+        self.channel = WorkerChannel(self.hear)
 
     def hear(self, orders: StepOrders) -> None:
         with self.changed:
@@ -51,28 +51,28 @@ class Worker:
 def worker() -> Iterator[Worker]:
     one = Worker()
     yield one
-    one.line.close()
+    one.channel.close()
 
 
 @pytest.fixture
-def mail() -> Iterator[ChannelHub]:
+def hub() -> Iterator[ChannelHub]:
     one = ChannelHub(None)
     yield one
     one.close()
 
 
-def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, mail: ChannelHub) -> None:
-    folder = Path(worker.line.address).parent
+def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, hub: ChannelHub) -> None:
+    folder = Path(worker.channel.address).parent
     assert folder.stat().st_mode & 0o077 == 0, "only its user may enter"
-    mail.connect([worker.line.address])
+    hub.connect([worker.channel.address])
     assert WorkerLineReady(worker).wait()
     assert not folder.exists(), "nothing is left to be removed at the exit that a kill leaves out"
 
 
 def test_no_folder_is_left_where_no_scheduler_came() -> None:
     one = Worker()
-    folder = Path(one.line.address).parent
-    one.line.close()
+    folder = Path(one.channel.address).parent
+    one.channel.close()
     assert not folder.exists()
 
 
@@ -80,32 +80,32 @@ def num_lines() -> int:
     return sum(thread.name == "kvferry-line" for thread in threading.enumerate())
 
 
-def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, mail: ChannelHub) -> None:
-    mail.connect([worker.line.address])
-    mail.send_peers(StepOrders(accepted=(came(size=1 << 20),)))
-    mail.send_peers(StepOrders(gone=(left(),)))
+def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, hub: ChannelHub) -> None:
+    hub.connect([worker.channel.address])
+    hub.send_peers(StepOrders(accepted=(came(size=1 << 20),)))
+    hub.send_peers(StepOrders(gone=(left(),)))
     assert worker.wait_heard(2)
     assert worker.heard == [came(size=1 << 20), left()]
-    assert mail.take() == ((), ())
-    assert not mail.pending, "the engine need not step for them"
+    assert hub.take() == ((), ())
+    assert not hub.pending, "the engine need not step for them"
 
 
-def test_what_was_sent_before_a_step_is_heard_before_its_orders(mail: ChannelHub) -> None:
+def test_what_was_sent_before_a_step_is_heard_before_its_orders(hub: ChannelHub) -> None:
     """Whatever thread reads: an order that names a peer must find it known."""
     workers = [Worker() for _ in range(2)]
     try:
-        mail.connect([one.line.address for one in workers])
+        hub.connect([one.channel.address for one in workers])
         for one in workers:
             assert WorkerLineReady(one).wait()
         for count in range(1, 200):
-            mail.send_peers(StepOrders(accepted=(came(f"p{count}"),)))
+            hub.send_peers(StepOrders(accepted=(came(f"p{count}"),)))
             for one in workers:
-                one.line.catch_up()
+                one.channel.catch_up()
                 assert len(one.heard) == count
         assert [peer.engine for peer in workers[0].heard] == [f"p{i}" for i in range(1, 200)]
     finally:
         for one in workers:
-            one.line.close()
+            one.channel.close()
 
 
 class WorkerLineReady:
@@ -117,16 +117,16 @@ class WorkerLineReady:
     def wait(self) -> bool:
         pause = threading.Event()
         for _ in range(1000):
-            if self._worker.line.connected:
+            if self._worker.channel.connected:
                 return True
             pause.wait(WAIT_S / 1000)
         return False
 
 
-def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: ChannelHub) -> None:
-    assert not mail.connected
-    mail.connect([worker.line.address])
-    assert mail.connected
+def test_orders_follow_on_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
+    assert not hub.connected
+    hub.connect([worker.channel.address])
+    assert hub.connected
     table = BlockTable(0, 16, (7, 8))
     want = Fetch(
         transfer=TransferId("t"),
@@ -138,8 +138,8 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Channel
         wanted=TokenRange(16, 40),
         deadline_s=60.0,
     )
-    mail.send_peers(StepOrders(accepted=(came(),)))
-    mail.send(StepOrders(fetch=(want,)))
+    hub.send_peers(StepOrders(accepted=(came(),)))
+    hub.send(StepOrders(fetch=(want,)))
     assert worker.wait_heard(2)
     first, second = worker.orders
     assert first.accepted == (came(),)
@@ -150,64 +150,64 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, mail: Channel
 
 def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
     woken = threading.Semaphore(0)
-    mail = ChannelHub(woken.release)
+    hub = ChannelHub(woken.release)
     report = StepReport(
         landed=(Landed(TransferId("t"), RequestId("r"), TokenRange(0, 9), 1, 2, 0.5, note=b"n"),),
         failed=(Failed(TransferId("u"), RequestId("s"), "gone", TokenRange(0, 0)),),
         released=frozenset({TransferId("v")}),
     )
-    assert not worker.line.tell(report), "nobody is there"
-    mail.connect([worker.line.address])
+    assert not worker.channel.send(report), "nobody is there"
+    hub.connect([worker.channel.address])
     assert WorkerLineReady(worker).wait()
-    assert worker.line.tell(report)
-    assert worker.line.tell(left())
+    assert worker.channel.send(report)
+    assert worker.channel.send(left())
     for _ in range(2):
         assert woken.acquire(timeout=WAIT_S)
-    assert mail.has_news
-    assert not mail.pending
-    assert mail.take_news() == ((report,), (left(),))
-    assert not mail.has_news
-    assert mail.take_news() == ((), ())
-    mail.close()
+    assert hub.has_reports
+    assert not hub.pending
+    assert hub.take_reports() == ((report,), (left(),))
+    assert not hub.has_reports
+    assert hub.take_reports() == ((), ())
+    hub.close()
 
 
 @pytest.mark.parametrize("addresses", [[""], ["missing"], ["there", "missing"]])
 def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addresses: list[str], tmp_path: Path) -> None:
     woken: list[None] = []
-    mail = ChannelHub(lambda: woken.append(None))
-    paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.line.address}
-    mail.connect([paths[one] for one in addresses])
-    mail.send_peers(StepOrders(accepted=(came(),)))
-    mail.send_peers(StepOrders(gone=(left("q"),)))
-    assert mail.pending
+    hub = ChannelHub(lambda: woken.append(None))
+    paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.channel.address}
+    hub.connect([paths[one] for one in addresses])
+    hub.send_peers(StepOrders(accepted=(came(),)))
+    hub.send_peers(StepOrders(gone=(left("q"),)))
+    assert hub.pending
     assert len(woken) == 2
-    assert mail.take() == ((came(),), (left("q"),))
-    assert not mail.pending
+    assert hub.take() == ((came(),), (left("q"),))
+    assert not hub.pending
     assert not worker.heard
-    mail.close()
+    hub.close()
 
 
 def test_nothing_is_left_of_a_line() -> None:
     before = num_lines()
     worker = Worker()
-    address = Path(worker.line.address)
+    address = Path(worker.channel.address)
     assert address.parent.stat().st_mode & 0o077 == 0, "only its user may knock"
     end = SchedulerChannel(str(address), lambda _news: None)
     assert WorkerLineReady(worker).wait()
     assert not address.exists(), "nobody else can come"
     end.close()
-    worker.line.close()
+    worker.channel.close()
     never = WorkerChannel(worker.hear)
     never.close()
     assert num_lines() == before
 
 
 def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
-    end = SchedulerChannel(worker.line.address, lambda _news: None)
+    end = SchedulerChannel(worker.channel.address, lambda _news: None)
     assert WorkerLineReady(worker).wait()
-    worker.line.close()
+    worker.channel.close()
     for _ in range(3):
         end.send(StepOrders(accepted=(came(),)))
     end.close()
-    assert not worker.line.tell(StepReport())
-    worker.line.catch_up()
+    assert not worker.channel.send(StepReport())
+    worker.channel.catch_up()

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep, find_wake
+from kvferry.engines.vllm.scheduler_side.engine_sleep import EngineSleep, find_engine_sleep
 
 
 class Words(enum.Enum):
@@ -16,7 +16,7 @@ class Words(enum.Enum):
 
 class Connector:
     def __init__(self, words: Any) -> None:
-        self.wake = find_wake(words)
+        self.wake = find_engine_sleep(words)
 
 
 class Core:

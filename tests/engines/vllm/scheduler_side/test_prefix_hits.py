@@ -1,4 +1,4 @@
-"""vLLM's own KVCacheManager, and what `take_known_blocks` does to a request that waits for a hand-off (R30)."""
+"""vLLM's own KVCacheManager, and what `take_prefix_hits` does to a request that waits for a hand-off (R30)."""
 
 import os
 
@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm.scheduler_side.prefix_hits import take_known_blocks
+from kvferry.engines.vllm.scheduler_side.prefix_hits import take_prefix_hits
 
 pytestmark = [
     pytest.mark.vllm,
@@ -85,7 +85,7 @@ def test_blocks_below_the_window_are_taken_and_the_rest_comes(manager: KVCacheMa
     windows = received(manager, again, 199)
     fresh = manager.get_block_ids("again")[FULL]
 
-    begin = take_known_blocks(manager, again, [FULL], windows, 0)
+    begin = take_prefix_hits(manager, again, [FULL], windows, 0)
 
     assert begin == 144, "what was cached of it: nine whole blocks; the windows begin behind them"
     held = manager.get_block_ids("again")[FULL]
@@ -102,7 +102,7 @@ def test_nothing_inside_the_window_is_taken(manager: KVCacheManager) -> None:  #
     again = a_request("again", prompt)
     windows = received(manager, again, 159)
     assert windows == {WINDOWED: 128}
-    assert take_known_blocks(manager, again, [FULL], windows, 0) == 128
+    assert take_prefix_hits(manager, again, [FULL], windows, 0) == 128
     held = manager.get_block_ids("again")[FULL]
     assert held[:8] == old[:8]
     assert held[8] != old[8], "token 128 of the window comes, and into a block of this request's own"
@@ -113,7 +113,7 @@ def test_a_prompt_with_another_beginning_takes_nothing(manager: KVCacheManager) 
     other = a_request("other", list(range(1000, 1160)))
     windows = received(manager, other, 159)
     before = manager.get_block_ids("other")
-    assert take_known_blocks(manager, other, [FULL], windows, 0) == 0
+    assert take_prefix_hits(manager, other, [FULL], windows, 0) == 0
     assert manager.get_block_ids("other") == before
 
 
@@ -123,4 +123,4 @@ def test_a_request_that_must_not_read_the_cache_does_not(manager: KVCacheManager
     again = a_request("again", prompt)
     again.skip_reading_prefix_cache = True
     windows = received(manager, again, 159)
-    assert take_known_blocks(manager, again, [FULL], windows, 0) == 0
+    assert take_prefix_hits(manager, again, [FULL], windows, 0) == 0

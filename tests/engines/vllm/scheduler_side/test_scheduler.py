@@ -175,10 +175,10 @@ def waiting(engine: Engine, params: dict[str, Any] | None = None, cached: int = 
 def test_a_remote_prefill_from_arrival_to_landing() -> None:
     engine = Engine()
     waiting(engine)
-    orders, doomed = engine.orders()
+    orders, failing = engine.orders()
     (want,) = orders.fetch
     assert (want.wanted, want.tables) == (TokenRange(0, 40), (BlockTable(0, 0, (1, 2, 3)),))
-    assert not doomed
+    assert not failing
     ended = engine.half.update([landed()])
     assert (ended.received, ended.sent) == ({"r"}, frozenset())
     assert not engine.half.has_pending_work()

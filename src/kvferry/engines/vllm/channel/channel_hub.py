@@ -1,9 +1,9 @@
-"""What the scheduler's process has for the workers beside orders, and what makes it step although no request runs.
+"""The scheduler's end of the channels to all workers: peers and orders go down, reports come up.
 
-Peers come and go on the side channel's thread. They go to the workers by line, where every worker has one; else they
-wait for the next step, for which the engine is woken. Orders of the engine's thread may go the same way (`send`): then
-a transfer begins while the step that asked for it is still being made. What the workers tell by line waits here for the
-engine's thread, and the engine is woken for it.
+Peers are accepted, and found to be gone, on the side channel's thread. They reach the workers through the channels if
+every worker has one; otherwise they wait for the next step, for which the engine is woken. Orders of the engine's
+thread may go the same way (`send`): then a transfer begins while the step that ordered it is still being made. Reports
+that arrive through the channels wait here for the engine's thread, which is woken for them.
 """
 
 import logging
@@ -26,26 +26,26 @@ class ChannelHub:
         """`wake`: see engines.vllm.wake. None: an idle engine hears of nothing until it steps."""
         self._wake = wake or (lambda: None)
         self._waiting: deque[PeerAccepted | PeerGone] = deque()
-        self._lines: tuple[SchedulerChannel, ...] = ()
+        self._channels: tuple[SchedulerChannel, ...] = ()
         self._sending = threading.Lock()
-        self._news: deque[StepReport | PeerGone] = deque()
+        self._reports: deque[StepReport | PeerGone] = deque()
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """To every worker, or to none: peers that came by two ways would come in two orders."""
-        lines: list[SchedulerChannel] = []
+        """Connects to every worker or to none: peers that travel on two ways would arrive in two orders."""
+        channels: list[SchedulerChannel] = []
         try:
-            lines.extend(SchedulerChannel(address, self._hear) for address in addresses)
+            channels.extend(SchedulerChannel(address, self._receive) for address in addresses)
         except OSError as error:
-            logger.info("peers reach the workers with the engine's steps: no line to them cause=%s", error)
-            for line in lines:
-                line.close()
+            logger.info("orders reach the workers only with the engine's steps: no channel to them cause=%s", error)
+            for channel in channels:
+                channel.close()
             return
-        self._lines = tuple(lines)
+        self._channels = tuple(channels)
 
     def send_peers(self, orders: StepOrders) -> None:
         """Send peers that came and went: every worker learns of them before any order that is made after this call."""
         with self._sending:
-            if self._lines:
+            if self._channels:
                 self._send(orders)
                 return
             self._waiting.extend((*orders.gone, *orders.accepted))
@@ -53,50 +53,50 @@ class ChannelHub:
 
     @property
     def connected(self) -> bool:
-        """Every worker has a line: `send` reaches it."""
-        return bool(self._lines)
+        """Whether every worker has a channel, so that `send` reaches it."""
+        return bool(self._channels)
 
     def send(self, orders: StepOrders) -> None:
-        """By line, behind every peer that was told before."""
-        assert self._lines, "there are lines to send by"
+        """Sends orders through the channels, after every peer that was announced before."""
+        assert self._channels, "send is called only while there are channels"
         with self._sending:
             self._send(orders)
 
     def _send(self, orders: StepOrders) -> None:
-        for line in self._lines:
-            line.send(orders)
+        for channel in self._channels:
+            channel.send(orders)
 
     def take(self) -> tuple[tuple[PeerAccepted, ...], tuple[PeerGone, ...]]:
         """For the orders of a step that is being made now: who came, who left."""
         if not self._waiting:
             return (), ()
-        mail = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        came = tuple(peer for peer in mail if isinstance(peer, PeerAccepted))
-        return came, tuple(peer for peer in mail if isinstance(peer, PeerGone))
+        hub = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        came = tuple(peer for peer in hub if isinstance(peer, PeerAccepted))
+        return came, tuple(peer for peer in hub if isinstance(peer, PeerGone))
 
-    def take_news(self) -> tuple[tuple[StepReport, ...], tuple[PeerGone, ...]]:
-        """What the workers have told by line since the last call: reports, and peers that they found gone."""
-        if not self._news:
+    def take_reports(self) -> tuple[tuple[StepReport, ...], tuple[PeerGone, ...]]:
+        """Returns what has arrived through the channels since the last call: reports, and peers found to be gone."""
+        if not self._reports:
             return (), ()
-        news = [self._news.popleft() for _ in range(len(self._news))]
-        reports = tuple(one for one in news if isinstance(one, StepReport))
-        return reports, tuple(one for one in news if isinstance(one, PeerGone))
+        received = [self._reports.popleft() for _ in range(len(self._reports))]
+        reports = tuple(one for one in received if isinstance(one, StepReport))
+        return reports, tuple(one for one in received if isinstance(one, PeerGone))
 
     @property
-    def has_news(self) -> bool:
-        """`take_news` has something."""
-        return bool(self._news)
+    def has_reports(self) -> bool:
+        """Whether `take_reports` would return anything."""
+        return bool(self._reports)
 
     @property
     def pending(self) -> bool:
-        """A step is needed, for what waits here."""
+        """Whether something waits here for a step."""
         return bool(self._waiting)
 
     def close(self) -> None:
-        """No socket, no thread remains. Idempotent."""
-        for line in self._lines:
-            line.close()
+        """Closes every socket and ends every thread. Idempotent."""
+        for channel in self._channels:
+            channel.close()
 
-    def _hear(self, news: StepReport | PeerGone) -> None:
-        self._news.append(news)
+    def _receive(self, report: StepReport | PeerGone) -> None:
+        self._reports.append(report)
         self._wake()

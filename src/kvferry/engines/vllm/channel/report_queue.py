@@ -1,4 +1,4 @@
-"""What a worker has to tell the scheduler: by line, or else with a step, by the thread that runs the model."""
+"""The reports of one worker, on their way to the scheduler: through the channel, or else with the next step."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,32 +10,32 @@ __all__ = ["ReportQueue"]
 
 
 class ReportQueue:
-    """One a worker. `report` and `lost` are the driver's callbacks, `take` is for the thread that runs the model."""
+    """One per worker. The driver calls `report` and `lost`; the thread that runs the model calls `take`."""
 
     def __init__(self) -> None:
         self._collect: Callable[[], StepReport] | None = None
-        self._tell: Callable[[StepReport | PeerGone], bool] = lambda _news: False
+        self._send: Callable[[StepReport | PeerGone], bool] = lambda _report: False
         self._reports: deque[StepReport] = deque()
         self._lost: deque[PeerGone] = deque()
 
-    def open(self, collect: Callable[[], StepReport], tell: Callable[[StepReport | PeerGone], bool]) -> None:
-        """`collect`: the worker half's end_step. `tell`: see WorkerChannel.tell."""
-        self._tell, self._collect = tell, collect
+    def open(self, collect: Callable[[], StepReport], send: Callable[[StepReport | PeerGone], bool]) -> None:
+        """Connects the queue: `collect` is the worker half's end_step, `send` is WorkerChannel.send."""
+        self._send, self._collect = send, collect
 
     def report(self) -> None:
-        """There may be something to collect."""
+        """Collects from the worker half and sends what there is."""
         report = self._collect() if self._collect is not None else None
-        if report and not self._tell(report):
+        if report and not self._send(report):
             self._reports.append(report)
 
-    def lost(self, engine: EngineId, incarnation: Incarnation, why: str) -> None:
-        """A peer was found gone."""
-        gone = PeerGone(engine, incarnation, why)
-        if not self._tell(gone):
+    def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
+        """Reports that a peer was found to be gone."""
+        gone = PeerGone(engine, incarnation, reason)
+        if not self._send(gone):
             self._lost.append(gone)
 
     def take(self) -> tuple[tuple[StepReport, ...], tuple[PeerGone, ...]]:
-        """Everything since the last call that could not be told by line."""
+        """Returns everything since the last call that could not go through the channel."""
         if not self._reports and not self._lost:
             return (), ()
         reports = tuple(self._reports.popleft() for _ in range(len(self._reports)))

@@ -1,8 +1,8 @@
-"""Cache groups and block tables: vLLM's lists of block ids, as tables with positions. Pure.
+"""Turns vLLM's lists of block ids into block tables with positions.
 
-A manager block of `block_tokens` tokens may be stored as several kernel blocks behind each other; layouts and tables
-are in kernel blocks, so that one id is one stretch of memory. Window groups keep leading null blocks (id 0) for what
-has left the window: they are left out, and the table says where it begins.
+A manager block of `block_tokens` tokens may be stored as several consecutive kernel blocks. Layouts and tables use
+kernel blocks, so that one id is one stretch of memory. Window groups keep leading null blocks (id 0) for what has left
+the window; they are left out, and the table says at which token it begins.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ class GroupForm:
 
     kind: CacheKind
     block_tokens: int
-    """Tokens of a manager block."""
+    """The tokens of a manager block."""
     kernel_tokens: int
-    """Tokens of a kernel block; divides block_tokens."""
+    """The tokens of a kernel block; they divide `block_tokens`."""
     window_tokens: int | None = None
     scratch_blocks: int = 0
-    """STATE: blocks at the end of a request's list that hold no state of the past (speculation)."""
+    """STATE: how many blocks at the end of a request's list hold no state of the past (for speculation)."""
 
     @property
     def blocks_per_block(self) -> int:
-        """Kernel blocks a manager block."""
+        """The number of kernel blocks per manager block."""
         return self.block_tokens // self.kernel_tokens if self.kind is not CacheKind.STATE else 1
 
     @property
     def cache_group(self) -> CacheGroup:
-        """As the layout describes it."""
+        """The group as the layout describes it."""
         if self.kind is CacheKind.STATE:
             return CacheGroup(CacheKind.STATE, 0)
         return CacheGroup(self.kind, self.kernel_tokens, self.window_tokens)
@@ -45,7 +45,7 @@ class GroupForm:
 def tables_of(
     forms: Sequence[GroupForm], block_ids: Sequence[Sequence[int]], num_tokens: int, *, only: CacheKind | None = None
 ) -> tuple[BlockTable, ...]:
-    """One table a group, or one a group of kind `only`. `num_tokens`: a state is the one after so many tokens."""
+    """Returns one table per group, or per group of kind `only`. A state is that after `num_tokens` tokens."""
     tables = []
     for index, (form, ids) in enumerate(zip(forms, block_ids, strict=True)):
         if only is not None and form.kind is not only:

@@ -1,8 +1,8 @@
-"""vLLM's cache of one rank, as a CacheLayout. Pure: what is known of each layer comes in as plain records.
+"""Describes vLLM's cache of one rank as a CacheLayout, from plain records about each layer.
 
-vLLM allocates one storage behind all layers; a layer is a view [blocks, heads, tokens, content], content being the key
-and the value of one head of a token behind each other, and the strides say the rest (LBHNC, LBNHC, BLHNC, ...). Cache
-groups lie on top of each other from byte 0: a block id belongs to one group at a time.
+vLLM allocates one storage for all layers. A layer is a view [blocks, heads, tokens, content], where content is the key
+followed by the value of one head of one token; the strides say the rest (LBHNC, LBNHC, BLHNC, ...). Cache groups share
+the storage from byte 0 on: a block id belongs to one group at a time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ __all__ = ["AttentionForm", "LayerView", "Memory", "StateForm", "describe_cache"
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The storage behind a view."""
+    """The storage that a view points into."""
 
     address: int
     num_bytes: int
@@ -29,52 +29,54 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionForm:
-    """What the content of an attention layer's view means."""
+    """The meaning of the content of an attention layer's view."""
 
     heads: Heads
-    """Of the whole model, and which of them this rank holds."""
+    """The heads of the whole model, and which of them this rank holds."""
     encoding: str
     element_bytes: int
     head_size: int
-    """Elements of a key. MLA: of the latent with its rotary part."""
+    """The number of elements of a key, or, for MLA, of the latent with its rotary part."""
     head_size_v: int
     latent: bool = False
-    """MLA: one latent a token, the same on every rank; no heads, no value."""
+    """MLA: one latent per token, the same on every rank, without heads and values."""
     packing: HeadPacking | None = None
-    """The CPU backend's order of a head's block. None: token by token, key before value."""
+    """How the CPU backend packs a head's block; None: token by token, the key before the value."""
     opaque: str = ""
-    """A tag: the content of a token and head is a quantised packing of its own, moved as it is."""
+    """A tag if the content of a token and head is a quantised packing that is moved unchanged; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """A Mamba layer: the parts of its page."""
+    """The meaning of a Mamba layer's view: the parts of its page."""
 
     pieces: tuple[StatePiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerView:
-    """One layer's view of the storage. Strides in bytes. A state has none but the blocks' stride."""
+    """One layer's view of the storage. Strides are in bytes; a recurrent state has only the stride of blocks."""
 
     layer: str
-    """Canonical name."""
+    """The canonical layer name."""
     group: int
     memory: Memory
     address: int
-    """Of block 0."""
+    """The address of block 0."""
     num_blocks: int
     block_stride: int
     head_stride: int = 0
     token_stride: int = 0
     tokens: int = 0
     content_bytes: int = 0
-    """Of one token of one head."""
+    """The bytes of one token of one head."""
     form: AttentionForm | StateForm
 
 
 def describe_cache(rank: Rank, forms: Sequence[GroupForm], views: Iterable[LayerView]) -> CacheLayout:
-    """Raises MalformedMessage where the pieces do not fit together: then we have read vLLM's cache wrongly."""
+    """Builds the layout. Raises MalformedMessage if the pieces do not fit, which means that vLLM's cache was
+    misread.
+    """
     regions: dict[Memory, int] = {}
     tensors: list[Tensor] = []
     for view in views:

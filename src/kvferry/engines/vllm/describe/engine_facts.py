@@ -1,6 +1,6 @@
-"""vLLM's configuration as facts: effective values, read from its config objects. No vllm is imported.
+"""Reads vLLM's configuration objects into an EngineDescription of effective values. It imports no vllm.
 
-Facts that another engine tells too are written as it writes them, so that one checkpoint is one model on both.
+Facts that other engines state too are written in the same way, so that one checkpoint is the same model on both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,10 @@ _LAYER_WORDS = {
 
 
 def backoff_tokens(num_lookahead_tokens: int, *, states: bool, windows: bool) -> int:
-    """Tokens at the end of a prompt that prefill does not compute, and decode does (R32).
+    """Returns how many tokens at the end of a prompt prefill leaves to decode (R32).
 
-    One for a window too: vLLM computes the prompt's last token again after a hand-off, which looks one token further
-    back than a window that prefill has closed behind it.
+    A window needs one as well: vLLM computes the prompt's last token again after a hand-off, and that token looks one
+    token further back than the window that prefill has kept.
     """
     return max(1 if states or windows else 0, num_lookahead_tokens - 1)
 
@@ -47,7 +47,7 @@ def describe(
     layer_groups: Mapping[str, int],
     kv_layout: str | None,
 ) -> EngineDescription:
-    """`config`: a VllmConfig after everything was resolved. Blocks on the disk, for fingerprints."""
+    """Describes an engine from its resolved VllmConfig. Blocks on the disk to take fingerprints."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config
     mla = bool(getattr(model, "use_mla", False))
@@ -106,15 +106,15 @@ def _fingerprint(path: Path | None) -> str | None:
 
 
 def _layer_kinds(text: Any) -> tuple[str, ...]:
-    told = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    words = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     count = int(text.num_hidden_layers)
-    if told is not None and len(told) == count:
-        return tuple(_LAYER_WORDS.get(str(word), str(word)) for word in told)
+    if words is not None and len(words) == count:
+        return tuple(_LAYER_WORDS.get(str(word), str(word)) for word in words)
     return ("full" if _window(text) is None else "window",) * count
 
 
 def _window(text: Any) -> int | None:
-    """Tokens that a window sees; None where no layer has one."""
+    """Returns how many tokens a window covers; None if no layer has a window."""
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None)
     if window is None or getattr(text, "use_sliding_window", None) is False:
@@ -123,19 +123,21 @@ def _window(text: Any) -> int | None:
 
 
 def _rope(text: Any) -> Mapping[str, object] | None:
-    """`theta`, `kind` and the numbers of the kind; for a model with several ropes, that of each kind of layer."""
-    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    """Returns `theta`, `kind` and the numbers of that kind; for a model with several ropes, those of each layer
+    kind.
+    """
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     theta = getattr(text, "rope_theta", None)
     longest = getattr(text, "max_position_embeddings", None)
-    if not told and theta is None:
+    if not rope and theta is None:
         return None
-    if told and all(isinstance(value, Mapping) for value in told.values()):
-        return {str(kind): _one_rope(value, theta, longest) for kind, value in told.items()}
-    return _one_rope(told, theta, longest)
+    if rope and all(isinstance(value, Mapping) for value in rope.values()):
+        return {str(kind): _one_rope(value, theta, longest) for kind, value in rope.items()}
+    return _one_rope(rope, theta, longest)
 
 
-def _one_rope(told: Mapping[str, object], theta: object, longest: object) -> dict[str, object]:
-    options = {str(key): value for key, value in told.items() if value is not None}
+def _one_rope(rope: Mapping[str, object], theta: object, longest: object) -> dict[str, object]:
+    options = {str(key): value for key, value in rope.items() if value is not None}
     kind = str(options.pop("rope_type", None) or options.pop("type", None) or "default")
     options.pop("type", None)
     base = options.pop("rope_theta", None) or theta or 10000.0

@@ -1,12 +1,12 @@
-"""How vLLM's CPU backend packs keys and values in a head's block: measured, not assumed. Pure but for the measuring.
+"""Measures how vLLM's CPU backend packs keys and values in a head's block.
 
 Its kernels store a head of a block as [K of all tokens | V of all tokens], each in an order that depends on the
 instruction set, the dtype and the block size. Some orders are plain strides (K as [dim, token], V as [token, dim]):
 then K and V are described as such, tokens can be cut anywhere, and other block sizes and other engines fit. The others
 (AMX tiles) are opaque: moved whole, and only between equal orders, which the tag names by a digest of the order itself.
 
-To measure: write keys and values whose every element says where it belongs, with the kernel that stores them, into a
-scratch block, and see where they are.
+To measure, the kernel stores keys and values into a scratch block; each element encodes where it belongs, so the block
+shows where the kernel put it.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ import numpy.typing as npt
 __all__ = ["HeadPacking", "Order", "Write", "classify", "measure"]
 
 Order = npt.NDArray[np.int64]
-"""For each place in a head's block, in elements, which element is there: token * size + dim for keys, then values."""
+"""For each place in a head's block, the element that is there: token * size + dim for keys, then for values."""
 
 Write = Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
-"""Stores keys and values, [tokens, size] each, in an empty block of one head; gives that block, flat, as floats."""
+"""Stores keys and values, each [tokens, size], in an empty block of one head; returns that block, flat, as floats."""
 
 _BASE = 8
 """Digits below this are exact in every dtype that a cache can have, fp8 included."""
@@ -30,7 +30,9 @@ _BASE = 8
 
 @dataclass(frozen=True, slots=True)
 class HeadPacking:
-    """One head's block, in elements. `tag` is empty where K and V are plain strides; else the strides mean nothing."""
+    """The packing of one head's block, in elements. A non-empty `tag` names an opaque order; the strides are then
+    unused.
+    """
 
     tag: str = ""
     k_offset: int = 0
@@ -42,7 +44,9 @@ class HeadPacking:
 
 
 def measure(write: Write, tokens: int, size: int) -> Order:
-    """The order of a block of `tokens` tokens of one head of `size` elements. Raises ValueError if it is none."""
+    """Measures the order of a block of `tokens` tokens of one head of `size` elements. Raises ValueError if it is no
+    order.
+    """
     total = 2 * tokens * size
     numbers = np.arange(total, dtype=np.int64)
     found = np.zeros(total, np.int64)
@@ -60,7 +64,7 @@ def measure(write: Write, tokens: int, size: int) -> Order:
 
 
 def classify(order: Order, tokens: int, size: int, *, label: str) -> HeadPacking:
-    """Strides, where there are some; else a tag: `label` and a digest of the order."""
+    """Returns strides if the order is one of strides; else a tag made of `label` and a digest of the order."""
     places = np.empty(len(order), np.int64)
     places[order] = np.arange(len(order))
     keys, values = (half.reshape(tokens, size) for half in np.split(places, 2))
@@ -72,7 +76,7 @@ def classify(order: Order, tokens: int, size: int, *, label: str) -> HeadPacking
 
 
 def _strides(places: Order) -> tuple[int, int, int] | None:
-    """(offset, token stride, dim stride) if each element (t, d) is at offset + t * token + d * dim."""
+    """Returns (offset, token stride, dim stride) if each element (t, d) is at offset + t * token + d * dim."""
     tokens, size = places.shape
     offset = int(places[0, 0])
     token = int(places[1, 0]) - offset if tokens > 1 else 0

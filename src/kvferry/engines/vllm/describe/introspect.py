@@ -1,6 +1,6 @@
-"""What vLLM says of its cache, read into plain records. No vllm is imported: its objects are known by class names.
+"""Reads vLLM's description of its cache into plain records. It imports no vllm: objects are known by class names.
 
-Whatever cannot be described is refused here, when the worker starts, with the setting to change.
+A cache that cannot be described is refused here, when the worker starts, with the setting to change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +27,12 @@ _PLAIN_QUANT = ("NONE", "FP8_PER_TENSOR")
 _HMA_OFF = "start both sides with --disable-hybrid-kv-cache-manager"
 
 PackingOf = Callable[[str, Any, int], HeadPacking | None]
-"""(vLLM's layer name, its spec, kernel tokens) to the order of a head's block; None: token by token."""
+"""Maps (vLLM's layer name, its spec, tokens per kernel block) to the packing of a head's block; None: token by token.
+"""
 
 
 class RankView:
-    """What one worker knows of itself: its place, and the model's numbers that a cache spec does not tell."""
+    """What one worker knows about itself: its rank, and the model's numbers that a cache spec does not hold."""
 
     def __init__(
         self,
@@ -52,12 +53,12 @@ class RankView:
 
 
 def is_kind(spec: Any, name: str) -> bool:
-    """Whether `spec` is of vLLM's class `name`, or of one that is derived from it."""
+    """Whether `spec` is an instance of vLLM's class `name`, or of a class derived from it."""
     return any(base.__name__ == name for base in type(spec).__mro__)
 
 
 def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:
-    """vLLM's layer name to (index among the groups that are handed over, the layer's own spec)."""
+    """Maps vLLM's layer name to (index among the groups that are handed over, the layer's own spec)."""
     found: dict[str, tuple[int, Any]] = {}
     for index, group in enumerate(config.transfer_groups):
         each = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
@@ -67,17 +68,17 @@ def layer_specs(config: Any) -> dict[str, tuple[int, Any]]:
 
 
 def layer_kinds(config: Any) -> dict[str, str]:
-    """vLLM's layer name to `attn` or `mamba`, for canonical names."""
+    """Maps vLLM's layer name to `attn` or `mamba`, for canonical names."""
     return {name: "mamba" if is_kind(spec, "MambaSpec") else "attn" for name, (_, spec) in layer_specs(config).items()}
 
 
 def group_forms(config: Any, kernel_tokens: Sequence[int | None]) -> tuple[GroupForm, ...]:
-    """The groups that are handed over. `kernel_tokens`: of each, None where this rank has no layer of it.
+    """Returns the groups that are handed over. `kernel_tokens` has None for a group of which this rank has no layer.
 
     Raises ConfigError for a kind of cache that cannot be handed over.
     """
     forms = []
-    for group, told in zip(config.transfer_groups, kernel_tokens, strict=True):
+    for group, measured in zip(config.transfer_groups, kernel_tokens, strict=True):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         spec = next(iter(specs.values())) if specs else group.kv_cache_spec
         name = type(spec).__name__
@@ -90,7 +91,7 @@ def group_forms(config: Any, kernel_tokens: Sequence[int | None]) -> tuple[Group
         if getattr(spec, "tokens_per_state", 1) != 1:
             raise ConfigError(f"cache kind {name!r} keeps one state for several tokens: it cannot be handed over")
         tokens = int(spec.block_size)
-        kernel = told or tokens
+        kernel = measured or tokens
         if is_kind(spec, "RSWASpec") or is_kind(spec, "CircularBufferSpec"):
             raise ConfigError(f"cache kind {name!r} drops tokens in the middle of a request: it cannot be handed over")
         if is_kind(spec, "SlidingWindowSpec"):
@@ -99,7 +100,7 @@ def group_forms(config: Any, kernel_tokens: Sequence[int | None]) -> tuple[Group
                 GroupForm(kind=CacheKind.WINDOW, block_tokens=tokens, kernel_tokens=kernel, window_tokens=window)
             )
         elif is_kind(spec, "FullAttentionSpec"):
-            # Without the hybrid allocator one group mixes windows and full layers: all of it is moved.
+            # Without the hybrid allocator one group mixes windowed and full layers; all of it is handed over.
             forms.append(GroupForm(kind=CacheKind.FULL, block_tokens=tokens, kernel_tokens=kernel))
         else:
             raise ConfigError(f"cache kind {name!r} cannot be handed over: {_HMA_OFF}")
@@ -113,7 +114,7 @@ def layer_views(
     view: RankView,
     packing_of: PackingOf,
 ) -> list[LayerView]:
-    """Every layer of this rank that owns a cache; layers that share another's are left out. Raises ConfigError."""
+    """Returns every layer of this rank that owns a cache, without layers that share one. Raises ConfigError."""
     block_strides = {name: int(t.block_stride) for t in config.kv_cache_tensors for name in t.layers}
     views = []
     for name, (group, spec) in layer_specs(config).items():
@@ -202,8 +203,8 @@ def _form(
 ) -> AttentionForm:
     latent = is_kind(spec, "MLAAttentionSpec") or is_kind(spec, "SlidingWindowMLASpec")
     quant = str(getattr(spec.kv_quant_mode, "name", spec.kv_quant_mode))
-    told = view.kv_dtype if view.kv_dtype.startswith("fp8") else ""
-    encoding = told or ENCODINGS.get(str(spec.dtype), str(spec.dtype).removeprefix("torch."))
+    fp8 = view.kv_dtype if view.kv_dtype.startswith("fp8") else ""
+    encoding = fp8 or ENCODINGS.get(str(spec.dtype), str(spec.dtype).removeprefix("torch."))
     opaque = ""
     if quant not in _PLAIN_QUANT or (getattr(spec, "state_content_bytes", None) is not None and not latent):
         opaque = f"vllm-{quant.lower()}-{getattr(spec, 'cache_dtype_str', None) or encoding}-{content * size}"
@@ -223,7 +224,7 @@ def _form(
 
 
 def _heads(name: str, layer: str, held: int, view: RankView) -> Heads:
-    """Which of the layer's heads this rank holds: dealt evenly, or one that several ranks hold copies of."""
+    """Returns which of the layer's heads this rank holds: an even share, or one of which several ranks hold copies."""
     rank = view.rank
     total = view.draft_kv_heads if layer.startswith("draft.") and view.draft_kv_heads else view.total_kv_heads
     total = held * rank.tp_size if held > 1 else min(rank.tp_size, total)

@@ -1,6 +1,6 @@
-"""Canonical layer names: what vLLM calls a layer, in the words that every engine uses. Pure.
+"""Translates vLLM's layer names into the canonical names that every engine uses.
 
-vLLM's names are global over pipeline stages, so the canonical ones are, too. The embedded engine uses the same words,
+vLLM numbers layers over all pipeline stages, and so do the canonical names. The embedded engine uses the same names,
 which is what lets a cache cross from one engine to the other.
 """
 
@@ -14,10 +14,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 
 
 def canonical_names(kinds: Mapping[str, str], num_hidden_layers: int) -> dict[str, str]:
-    """vLLM's layer name to the canonical one. `kinds`: vLLM's layer name to `attn` or `mamba`.
+    """Maps vLLM's layer names to canonical ones. `kinds` maps vLLM's layer name to `attn` or `mamba`.
 
-    Layers behind the target's last one are the drafter's: vLLM numbers them on. A name without a number stays as it is,
-    and so do names that would become one: a layer with several caches (an indexer's beside the attention's).
+    Layers after the target's last one belong to the drafter: vLLM continues the numbering. A name without a number is
+    kept, and so are names that would collide, as for a layer with several caches (an indexer's beside the attention's).
     """
     found: dict[str, str] = {}
     for name, kind in kinds.items():

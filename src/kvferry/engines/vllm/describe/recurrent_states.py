@@ -1,4 +1,4 @@
-"""The recurrent states of Mamba layers, part by part, as vLLM stores them in a page. Pure.
+"""Describes the recurrent states of Mamba layers, part by part, as vLLM stores them in a page.
 
 A page holds the convolution's last inputs, then the recurrent state. The convolution's channels are sections (Mamba-2:
 x, B, C; gated delta net: q, k, v), each cut by tensor parallelism in its own place: they are parts of their own, so
@@ -18,7 +18,7 @@ __all__ = ["StateArray", "StatePiece", "state_pieces"]
 
 @dataclass(frozen=True, slots=True)
 class StateArray:
-    """One array of a page, as MambaSpec tells it: this rank's shape, and its elements."""
+    """One array of a page, from MambaSpec: this rank's shape, and its elements."""
 
     shape: tuple[int, ...]
     element_bytes: int
@@ -26,13 +26,13 @@ class StateArray:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's array."""
+        """The bytes of this rank's array."""
         return prod(self.shape) * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StatePiece:
-    """One part of a state: a tensor of the layout, `offset_bytes` into the page."""
+    """One part of a state: a tensor of the layout that begins `offset_bytes` into the page."""
 
     part: str
     encoding: str
@@ -44,9 +44,9 @@ class StatePiece:
 def state_pieces(
     kind: str, arrays: Sequence[StateArray], *, tp_rank: int, tp_size: int, groups: int | None, channels_first: bool
 ) -> tuple[StatePiece, ...]:
-    """`kind`: vLLM's name of the Mamba backend. `groups`: of the whole model, for Mamba-2.
+    """Returns the parts of a state. `kind` is vLLM's name of the Mamba backend, `groups` the whole model's (Mamba-2).
 
-    Raises ConfigError for a kind that is not known and cannot be cut: with one rank it moves whole, as opaque arrays.
+    Raises ConfigError for an unknown kind on several ranks; on one rank it is moved whole, as opaque arrays.
     """
     plain = kind.rsplit(".", 1)[-1].lower()
     if plain in ("mamba1", "mamba2", "gdn", "gdn_attn") and len(arrays) == 2 and len(arrays[0].shape) == 2:
@@ -94,7 +94,7 @@ def _known(
 def _sections(
     kind: str, channels: int, ssm: tuple[int, ...], tp_rank: int, tp_size: int, groups: int | None
 ) -> list[tuple[str, int, int, int]]:
-    """(part, this rank's channels, the whole model's, this rank's first) of each section."""
+    """Returns (part, this rank's channels, the whole model's channels, this rank's first channel) of each section."""
     if kind == "mamba1":
         return [("conv.x", channels, channels * tp_size, channels * tp_rank)]
     inner = ssm[0] * ssm[1]

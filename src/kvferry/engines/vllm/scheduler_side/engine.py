@@ -36,115 +36,122 @@ logger = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """One an engine. `scheduler` is for the engine's thread alone."""
+    """One per engine. `scheduler` is used only on the engine's thread."""
 
     def __init__(
         self,
         scheduler: VllmScheduler,
         connector: EngineConnector,
-        mail: ChannelHub,
+        hub: ChannelHub,
         wake: EngineSleep | None,
         *,
         direct: bool,
     ) -> None:
-        """`direct`: orders go by line. Not where a device's stream has to come to them first."""
+        """`direct`: orders go through the channel; not if they must wait for a device's stream."""
         self.scheduler = scheduler
         self._connector = connector
-        self._mail = mail
+        self._hub = hub
         self._wake = wake
-        self._direct = direct and mail.connected
-        self._untold = Ended()
+        self._direct = direct and hub.connected
+        self._unreported = Ended()
         self._changed = self._waited = False
-        """Blocks came back since the last step: vLLM counts them, for its metrics, at the end of one."""
-        self._may_rest = False
-        """The step that is under way brings nothing."""
+        """Whether blocks came back since the last step: vLLM counts them for its metrics at the end of a step."""
+        self._step_is_empty = False
+        """Whether the step that is under way has nothing to do."""
 
     def build_orders(self, preempted: Iterable[str], *, computes: bool) -> tuple[StepOrders, frozenset[str]]:
-        """The orders of this step, with the peers that came and went since the last one. `computes`: it does more."""
+        """Returns this step's orders, with the peers that came and went. `computes`: the step has other work, too."""
         self._changed = False
         self.scheduler.prepare(preempted)
-        came, left = self._mail.take()
+        came, left = self._hub.take()
         self.send_orders()
-        orders, doomed = self.scheduler.build_orders()
+        orders, failing = self.scheduler.build_orders()
         if came or left:
             orders = replace(orders, accepted=came, gone=left)
-        self._may_rest = not (computes or doomed or orders) and self.listens
-        return orders, doomed
+        self._step_is_empty = not (computes or failing or orders) and self.report_expected
+        return orders, failing
 
     @property
-    def listens(self) -> bool:
-        """vLLM is to be told something when this step ends, or as soon as it comes by line."""
-        return self._mail.connected and bool(self.scheduler.num_receiving or self._mail.has_news or self._untold)
+    def report_expected(self) -> bool:
+        """Whether there is something to report to vLLM when this step ends, or as soon as a worker reports."""
+        return self._hub.connected and bool(self.scheduler.num_receiving or self._hub.has_reports or self._unreported)
 
-    def _rest(self) -> None:
-        """In a step that brings nothing: sleep while all that the engine has waits for peers.
+    def _sleep_while_waiting(self) -> None:
+        """Sleeps, in a step that has nothing to do, while all that the engine has waits for peers.
 
-        vLLM would make such steps a thousand times a second, with the processor that prefill computes on if it is the
-        same. A worker's news, or a request, ends it at once; and so does a moment, for whatever else there may be.
+        vLLM would make such steps a thousand times a second, on the processor that prefill needs, if it is the
+        same. A worker's report or a request ends the sleep at once; it is short in any case, for whatever else there
+        may be.
         """
         wake, waiting = self._wake, self.scheduler.num_receiving
-        if wake is None or not waiting or wake.ending or self._mail.has_news or self._untold:
+        if wake is None or not waiting or wake.ending or self._hub.has_reports or self._unreported:
             return
         if wake.is_all(waiting):
             wake.sleep(_REST_S)
 
     def send_orders(self) -> None:
-        """What the scheduler half has to say, now instead of with the next step, where that can be."""
+        """Sends the scheduler half's orders now instead of with the next step, if that is possible."""
         if self._direct and (orders := self.scheduler.take_orders()):
-            self._mail.send(orders)
+            self._hub.send(orders)
 
     def has_pending_work(self) -> bool:
-        """The engine must step although no request runs. Not for blocks that a peer may read: the worker tells."""
-        self._hear()
+        """Whether the engine must step although no request runs; not for blocks that a peer may read: a report wakes
+        it.
+        """
+        self._receive()
         if self._changed and not self._waited and self._wake is not None:
             self._waited = True
             self._wake.sleep(_COUNT_AFTER_S)  # a request ends it at once
-        if self.scheduler.has_orders or self._mail.pending or self._untold or self._changed:
+        if self.scheduler.has_orders or self._hub.pending or self._unreported or self._changed:
             return True
-        # One that is told to end goes when nothing is pending: with the blocks that peers still read.
+        # An engine that is shutting down ends when nothing is pending; peers may still be reading its blocks.
         return (self._wake is None or self._wake.ending) and self.scheduler.has_pending_work()
 
     def update(self, reports: Sequence[StepReport], lost: Iterable[PeerGone]) -> Ended:
-        """At the end of a step: what the workers said with it, and by line. vLLM is to be told all of it now."""
-        if self._may_rest and not reports:
-            self._rest()
+        """At the end of a step: takes what the workers reported with it and through the channel; vLLM receives all of
+        it now.
+        """
+        if self._step_is_empty and not reports:
+            self._sleep_while_waiting()
         self._take(reports, lost)
-        self._hear()
+        self._receive()
         self._changed = False
-        ended, self._untold = self._untold, Ended()
+        ended, self._unreported = self._unreported, Ended()
         return ended
 
-    def _hear(self) -> None:
-        """Blocks that come back are free at once; vLLM is told the rest at the end of a step."""
-        if self._mail.has_news:
-            self._take(*self._mail.take_news())
+    def _receive(self) -> None:
+        """Takes reports: blocks that come back are free at once, everything else is reported to vLLM at a step's
+        end.
+        """
+        if self._hub.has_reports:
+            self._take(*self._hub.take_reports())
 
     def _take(self, reports: Sequence[StepReport], lost: Iterable[PeerGone]) -> None:
         for peer in lost:
             self._connector.lost(peer.engine, peer.incarnation, peer.reason)
         if reports:
-            self._untold += self.scheduler.update(reports)
-            self._changed, self._waited = True, bool(self._untold)
+            self._unreported += self.scheduler.update(reports)
+            self._changed, self._waited = True, bool(self._unreported)
 
     def close(self) -> None:
-        """No socket, no thread remains."""
+        """Closes every socket and ends every thread."""
         self._connector.close()
-        self._mail.close()
+        self._hub.close()
 
 
 def start_engine(
-    config: Any, cache_config: Any, options: Options, cards: Sequence[RankInfo], version: str, wake: EngineSleep | None
+    config: Any, cache_config: Any, options: Options, ranks: Sequence[RankInfo], version: str, wake: EngineSleep | None
 ) -> VllmEngine:
     """Put the engine together, and begin to answer peers. Raises ConfigError; then nothing is left behind.
 
     `wake` wakes the engine for what workers report (engine_sleep). None: it steps for as long as a hand-off is open.
     """
-    if not cards:
+    if not ranks:
         raise ConfigError("no rank has registered a cache: every worker of this engine must load kvferry's connector")
     ferry = _with_own_port(options.ferry, config)
     kernel_tokens = [
         next((tokens for tokens in each if tokens is not None), None)
-        for each in zip(*(card.kernel_tokens for card in cards), strict=True)
+        for each in zip(*(info.kernel_tokens for info in ranks), strict=True)
     ]
     forms = group_forms(cache_config, kernel_tokens)
     description = describe(
@@ -152,11 +159,11 @@ def start_engine(
         version=version,
         settings=ferry,
         role=options.role,
-        backends={name for card in cards for name in card.backends},
-        packings={tag for card in cards for tag in card.packings},
-        state_dtypes={text for card in cards for text in card.state_dtypes},
+        backends={name for info in ranks for name in info.backends},
+        packings={tag for info in ranks for tag in info.packings},
+        state_dtypes={text for info in ranks for text in info.state_dtypes},
         block_tokens=[form.block_tokens for form in forms],
-        layer_groups=dict(pair for card in cards for pair in card.layer_groups),
+        layer_groups=dict(pair for info in ranks for pair in info.layer_groups),
         kv_layout=cache_config.kv_cache_layout,
     )
     connector = EngineConnector(
@@ -165,13 +172,13 @@ def start_engine(
         engine_id=str(config.kv_transfer_config.engine_id),
         mode_remedy='give both the same "mode" in kv_connector_extra_config',
     )
-    mail = ChannelHub(wake)
+    hub = ChannelHub(wake)
     try:
-        mail.connect([card.line for card in cards])
-        half = connector.start([_record(card) for card in cards], mail.send_peers)
+        hub.connect([info.channel_address for info in ranks])
+        half = connector.start([_record(info) for info in ranks], hub.send_peers)
     except BaseException:
         connector.close()
-        mail.close()
+        hub.close()
         raise
     lookahead = int(config.num_prefill_lookahead_tokens)
     kinds = {form.kind for form in forms}
@@ -195,17 +202,17 @@ def start_engine(
         ferry.transfer.mode,
         identity.host,
         identity.port,
-        len(cards),
+        len(ranks),
     )
-    return VllmEngine(scheduler, connector, mail, wake, direct=str(config.device_config.device_type) == "cpu")
+    return VllmEngine(scheduler, connector, hub, wake, direct=str(config.device_config.device_type) == "cpu")
 
 
-def _record(card: RankInfo) -> RankRecord:
+def _record(info: RankInfo) -> RankRecord:
     return RankRecord(
-        layout=decode_layout(card.layout),
-        incarnation=Incarnation(card.incarnation),
-        transport=card.transport,
-        transport_metadata=card.transport_metadata,
+        layout=decode_layout(info.layout),
+        incarnation=Incarnation(info.incarnation),
+        transport=info.transport,
+        transport_metadata=info.transport_metadata,
     )
 
 

@@ -1,25 +1,26 @@
-"""What decode has of a prompt although vLLM does not say so: whole blocks of full attention, in a model with windows.
+"""Finds what decode already has of a prompt although vLLM reports no hit: blocks of full attention beside windows.
 
-vLLM's prefix hit is what *every* cache group has. After a hand-off a window group has the end of the prompt only, so
-the next prompt with the same beginning often hits nothing, and all of it would come again (R30). The groups that keep
-every token have their blocks all the same: a request that waits for a hand-off is given these in the place of new ones.
+vLLM's prefix hit is what *every* cache group has. After a hand-off a window group holds only the end of the prompt, so
+the next prompt with the same beginning often hits nothing, and all of it would be transferred again (R30). The groups
+that keep every token still have their blocks: a request that waits for a hand-off gets them in place of new ones.
 
-Only below the windows' beginning: what is known there is read by others, too, and must never be written by a peer.
+This is done only before the windows begin: other requests read those blocks too, so no peer may ever write to them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["take_known_blocks"]
+__all__ = ["take_prefix_hits"]
 
 
-def take_known_blocks(manager: Any, request: Any, full: Sequence[int], windows: Mapping[int, int], cached: int) -> int:
-    """Change the blocks of `request`, which were just allocated, for known ones; return where the hand-off begins now.
+def take_prefix_hits(manager: Any, request: Any, full: Sequence[int], windows: Mapping[int, int], cached: int) -> int:
+    """Replaces blocks of `request` that were just allocated by cached ones; returns where the hand-off now begins.
 
-    manager: vLLM's KVCacheManager; on the engine's thread. full: its groups that keep every token. windows: of each
-    window group, the first token that it has a block for. cached: what vLLM itself has found; the result is not below
-    it. The blocks that are given back were never written. vLLM releases the others with the request, as it does hits.
+    `manager` is vLLM's KVCacheManager, used on the engine's thread. `full` lists its groups that keep every token.
+    `windows` maps each window group to the first token for which it has a block. `cached` is the hit that vLLM itself
+    found, in tokens; the result is not smaller. The blocks that are given back were never written. vLLM releases the
+    others with the request, as it releases hits.
     """
     begin = min(windows.values(), default=0)
     lookup = getattr(manager.coordinator, "find_longest_cache_hit_per_group", None)

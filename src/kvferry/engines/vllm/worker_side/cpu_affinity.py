@@ -1,8 +1,9 @@
-"""On which cores a CPU worker's transfer threads run.
+"""Chooses the cores on which a CPU worker's transfer threads run.
 
-vLLM binds a CPU worker to its cores (VLLM_CPU_OMP_THREADS_BIND), and with that the thread that starts ours to one of
-them: there the model's thread waits for work with sched_yield, without a pause, and ours get no time; at the worst for
-so long that a peer takes this engine for dead. So they may run wherever the engine's process may.
+vLLM binds a CPU worker to its cores (VLLM_CPU_OMP_THREADS_BIND), and so binds the thread that starts the transfer
+threads to one of them. On that core the model's thread waits for work with sched_yield, without a pause, and transfer
+threads get no time, in the worst case for so long that a peer considers this engine dead. Therefore they may run on
+every core that the engine's process may use.
 """
 
 import logging
@@ -17,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_every_core() -> Iterator[None]:
-    """Threads that are started inside, by us or by a library, may run on every core of the process that started this
-    one. Afterwards the calling thread is bound as before. Never raises: where cores cannot be chosen, nothing changes.
+    """Lets threads that are started inside the context run on every core of the process that started this one.
+
+    Afterwards the calling thread is bound as before. Never raises: if cores cannot be chosen, nothing changes.
     """
     try:
         bound = os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""The worker half in vLLM's words: describes the cache, starts the driver, forwards orders and reports."""
+"""The worker half in vLLM's terms: it describes the cache, starts the driver, and forwards orders and reports."""
 
 import logging
 import secrets
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmWorker:
-    """One a rank; on the thread that runs the model."""
+    """One per rank, used on the thread that runs the model."""
 
     def __init__(self, config: Any, kv_cache_config: Any, options: Options) -> None:
         self._config = config
@@ -42,13 +42,15 @@ class VllmWorker:
         self._options = options
         self._engine = EngineId(str(config.kv_transfer_config.engine_id))
         self._half: HandoffWorker | None = None
-        self._line: WorkerChannel | None = None
-        self._news = ReportQueue()
+        self._channel: WorkerChannel | None = None
+        self._report_queue = ReportQueue()
         self._packings: dict[tuple[str, str, int, int], HeadPacking] = {}
-        self.card: RankInfo | None = None
+        self.info: RankInfo | None = None
 
     def register_kv_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe this rank's cache, register it, start the driver. Raises ConfigError for what cannot be served."""
+        """Describes and registers this rank's cache, and starts the driver. Raises ConfigError if it cannot be
+        served.
+        """
         config, cache_config = self._config, self._cache_config
         names = canonical_names(layer_kinds(cache_config), int(config.model_config.hf_text_config.num_hidden_layers))
         specs = layer_specs(cache_config)
@@ -64,8 +66,8 @@ class VllmWorker:
         layout = describe_cache(view.rank, forms, views)
         storages = {cache.untyped_storage().data_ptr(): cache for cache in caches.values()}
         owners = [storages[region.address] for region in layout.regions]
-        told = _gather((secrets.token_hex(8), encode_layout(layout)))
-        incarnation = Incarnation(told[0][0])  # rank 0's word
+        gathered = _gather((secrets.token_hex(8), encode_layout(layout)))
+        incarnation = Incarnation(gathered[0][0])  # that of rank 0
         with on_every_core() if _on_cpu(config) else nullcontext():
             self._half = start_worker(
                 layout,
@@ -73,14 +75,14 @@ class VllmWorker:
                 engine=self._engine,
                 incarnation=incarnation,
                 settings=self._options.ferry,
-                num_ranks=len(told),
-                engine_layouts=tuple(decode_layout(body) for _, body in told),
-                on_lost=self._news.lost,
-                on_report=self._news.report,
+                num_ranks=len(gathered),
+                engine_layouts=tuple(decode_layout(body) for _, body in gathered),
+                on_lost=self._report_queue.lost,
+                on_report=self._report_queue.report,
             )
-            self._line = WorkerChannel(self._half.start_step)
-        self._news.open(self._half.end_step, self._line.tell)
-        self.card = RankInfo(
+            self._channel = WorkerChannel(self._half.start_step)
+        self._report_queue.open(self._half.end_step, self._channel.send)
+        self.info = RankInfo(
             index=view.rank.index,
             incarnation=incarnation,
             layout=encode_layout(layout),
@@ -96,7 +98,7 @@ class VllmWorker:
                 for piece in v.form.pieces
             ),
             layer_groups=tuple((v.layer, v.group) for v in views),
-            line=self._line.address,
+            channel_address=self._channel.address,
         )
         logger.info(
             "kvferry worker ready engine=%s rank=%d layers=%d groups=%d regions=%d packings=%s",
@@ -105,36 +107,38 @@ class VllmWorker:
             len(views),
             len(forms),
             len(layout.regions),
-            self.card.packings or "none",
+            self.info.packings or "none",
         )
 
     def start(self, orders: Orders) -> None:
-        """This step's orders: to the driver at once."""
-        if self._line is not None:
-            # Orders of this step may name a peer that came by line; and on a busy machine this thread is often quicker
-            # than the one that waits for the line.
-            self._line.catch_up()
+        """Passes this step's orders to the driver at once."""
+        if self._channel is not None:
+            # Orders of this step may name a peer that came through the channel; and on a busy machine this thread is
+            # often quicker than the one that reads the channel.
+            self._channel.catch_up()
         if self._half is not None and orders.orders:
             self._half.start_step(orders.orders)
 
-    def end(self, *, answer: bool) -> Reports | None:
-        """What has ended, if anything that the scheduler does not know yet. `answer`: see Orders."""
-        reports, lost = self._news.take()
-        return Reports(reports, lost) if reports or lost or answer else None
+    def end(self, *, report_expected: bool) -> Reports | None:
+        """Returns what has ended and did not go through the channel; never None if a report is expected (Orders)."""
+        reports, lost = self._report_queue.take()
+        return Reports(reports, lost) if reports or lost or report_expected else None
 
     def stats(self) -> HandoffStats:
-        """Counters since the start."""
+        """Returns the counters since the start."""
         return HandoffStats() if self._half is None else self._half.stats()
 
     def close(self) -> None:
-        """No thread, no registration remains."""
-        if self._line is not None:
-            self._line.close()
+        """Ends every thread and removes every registration."""
+        if self._channel is not None:
+            self._channel.close()
         if self._half is not None:
             self._half.close()
 
     def _packing_of(self, name: str, spec: Any, tokens: int) -> HeadPacking | None:
-        """The CPU backend packs a head's block in the order of its kernels; elsewhere content is token by token."""
+        """Returns how the CPU backend packs a head's block for its kernels; None elsewhere, where content is token by
+        token.
+        """
         if not _on_cpu(self._config):
             return None
         layer = self._config.compilation_config.static_forward_context.get(name)
@@ -185,17 +189,18 @@ def _on_cpu(config: Any) -> bool:
 
 
 def _warn_of_rope(config: Any) -> None:
-    """Seen in vLLM 0.32, without any connector (tests/engines/vllm/mla_alone.py): with `rope_type` default, one
-    step's answer depends on how many tokens it computes. Its kernel takes queries of [tokens, heads, size] for
-    [tokens, size].
+    """Warns of a fault of vLLM 0.32 that appears without any connector (tests/engines/vllm/mla_alone.py).
+
+    With `rope_type` default a step's result depends on how many tokens it computes, because the kernel reads queries of
+    shape [tokens, heads, size] as [tokens, size].
     """
     text = config.model_config.hf_text_config
-    told = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    if str(told.get("rope_type") or told.get("type") or "default") == "default":
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if str(rope.get("rope_type") or rope.get("type") or "default") == "default":
         logger.warning(
-            "MLA with rope_type 'default' on a CPU: this vLLM turns the wrong heads of a query, so that its tokens "
-            "depend on how a prompt is cut into steps, with or without a hand-off. Yarn, which published DeepSeek "
-            "models have, is right; a GPU was not tried"
+            "MLA with rope_type 'default' on a CPU: this vLLM rotates the wrong heads of a query, so its tokens depend "
+            "on how a prompt is cut into steps, with or without a hand-off. Yarn, which published DeepSeek models use, "
+            "is right; GPUs were not tried"
         )
 
 
@@ -206,7 +211,7 @@ def _packing_tag(form: AttentionForm | StateForm) -> str:
 
 
 def _gather(mine: tuple[str, bytes]) -> list[tuple[str, bytes]]:
-    """What every rank of the engine has, in the order of Rank.index: the workers register their caches in step."""
+    """Gathers one value from every rank, in the order of Rank.index; all workers register their caches in step."""
     tp, pp = get_tp_group(), get_pp_group()
     stage: list[Any] = [None] * tp.world_size
     torch.distributed.all_gather_object(stage, mine, group=tp.cpu_group)
