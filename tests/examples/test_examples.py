@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness.repository import ROOT
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.vllm_models import make_model
 
 EXAMPLES = ROOT / "examples"
 
@@ -71,7 +72,7 @@ def test_the_vllm_script_can_be_read_by_bash() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(os.environ.get("KVFERRY_TEST_VLLM") != "1", reason="it needs vLLM: make test-vllm")
 def test_the_vllm_script_serves(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "llama")
+    model = make_model(tmp_path / "llama")
     python = ROOT / ".venv-vllm" / "bin" / "python"
     environ = {
         **os.environ,
