@@ -17,7 +17,7 @@ def taken_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def told(capsys: pytest.CaptureFixture[str]) -> str:
+def line_of(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr."""
     out, err = capsys.readouterr()
     assert out == ""
@@ -38,26 +38,35 @@ def test_unknown_role_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> N
 def test_port_in_use(command: str, taken_port: int, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
     argv = [command, *(["--decode", "http://127.0.0.1:1"] if command == "route" else [str(tiny)])]
     assert main([*argv, "--port", str(taken_port)]) == ExitCode.ERROR
-    assert told(capsys) == (
+    assert line_of(capsys) == (
         f"kvferry {command}: port {taken_port} on 127.0.0.1 is in use by another process: "
         "give another --port, or 0 for a free one"
     )
 
 
-def test_port_in_use_is_told_before_a_model_is_looked_for(taken_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["route", "up"])
+def test_a_setting_of_the_router_is_refused_by_its_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [command, *(["--decode", "http://127.0.0.1:1"] if command == "route" else ["/nowhere"])]
+    assert main([*argv, "--port", "0", "--alarm-share", "2"]) == ExitCode.ERROR
+    assert line_of(capsys).endswith("(--alarm-share)")
+
+
+def test_port_in_use_is_reported_before_a_model_is_looked_for(
+    taken_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "/nowhere", "--port", str(taken_port)]) == ExitCode.ERROR
-    assert "is in use" in told(capsys)
+    assert "is in use" in line_of(capsys)
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])
 def test_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere", f"--port={port}"]) == ExitCode.ERROR
-    assert port in told(capsys)
+    assert port in line_of(capsys)
 
 
 def test_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere", "--host", "203.0.113.7", "--port", "0"]) == ExitCode.ERROR
-    assert "203.0.113.7" in told(capsys)
+    assert "203.0.113.7" in line_of(capsys)
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
@@ -74,7 +83,7 @@ def test_a_side_channel_address_that_is_not_ours_is_reported_before_a_model_is_l
 
 def test_no_model_at_that_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere/at/all", "--port", "0"]) == ExitCode.ERROR
-    assert "/nowhere/at/all" in told(capsys)
+    assert "/nowhere/at/all" in line_of(capsys)
 
 
 def test_a_directory_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
@@ -82,7 +91,7 @@ def test_a_directory_without_weights(tmp_path: Path, capsys: pytest.CaptureFixtu
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert main(["serve", str(tmp_path), "--port", "0"]) == ExitCode.ERROR
-    assert str(tmp_path) in told(capsys)
+    assert str(tmp_path) in line_of(capsys)
 
 
 def test_a_truncated_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
@@ -90,13 +99,16 @@ def test_a_truncated_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixt
         whole = file.read_bytes()
         (tmp_path / file.name).write_bytes(whole[:-1000] if file.suffix == ".safetensors" else whole)
     assert main(["serve", str(tmp_path), "--port", "0"]) == ExitCode.ERROR
-    assert "model.safetensors" in told(capsys)
+    assert "model.safetensors" in line_of(capsys)
 
 
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         (["--block-tokens", "0"], "block_tokens=0"),
+        (["--block-tokens", "0"], "(--block-tokens)"),
+        (["--transfer-deadline", "0"], "(--transfer-deadline)"),
+        (["--handshake-timeout", "-1"], "(--handshake-timeout)"),
         (["--lease-ttl", "-3"], "lease.ttl_s=-3.0"),
         (["--lease-ttl", "2", "--lease-renew-every", "5"], "renew_every_s=5.0 must be above 0 and below"),
         (["--side-channel-port", "99999"], "side_channel.port=99999"),
@@ -107,7 +119,7 @@ def test_a_truncated_safetensors_file(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_settings_out_of_range(flags: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
-    assert part in told(capsys)
+    assert part in line_of(capsys)
 
 
 @pytest.mark.parametrize(
@@ -119,19 +131,19 @@ def test_settings_out_of_range(flags: list[str], part: str, capsys: pytest.Captu
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_what_is_missing_is_told_before_a_model_is_looked_for(
+def test_what_is_missing_is_reported_before_a_model_is_looked_for(
     command: str, flags: list[str], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVFERRY_KEY", raising=False)
     monkeypatch.delenv("KVFERRY_KEY_FILE", raising=False)
     assert main([command, "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
-    assert part in told(capsys)
+    assert part in line_of(capsys)
 
 
 @pytest.mark.parametrize("counts", [["--decode", "0"], ["--prefill", "-1"]])
 def test_a_fleet_needs_a_decode_worker(counts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "/nowhere", "--port", "0", *counts]) == ExitCode.ERROR
-    assert " ".join(counts) in told(capsys)
+    assert " ".join(counts) in line_of(capsys)
 
 
 def test_help_of_a_benchmark_needs_no_torch() -> None:
@@ -158,13 +170,13 @@ def test_a_wrong_setting_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_router_without_decode_where_none_may_register(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["route", "--prefill", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "0"]
     assert main(argv) == ExitCode.ERROR
-    assert told(capsys) == "kvferry route: no decode worker is given: add --decode URL"
+    assert line_of(capsys) == "kvferry route: no decode worker is given: add --decode URL"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "http://", "http://:8100"])
 def test_a_worker_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", "--decode", url, "--port", "0"]) == ExitCode.ERROR
-    assert f"worker address {url!r}" in told(capsys)
+    assert f"worker address {url!r}" in line_of(capsys)
 
 
 def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

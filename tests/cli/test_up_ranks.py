@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from kvferry.cli import serve, up
+from kvferry.cli import route, serve, up
+from kvferry.cli.support.router_flags import router_argv, router_files, router_settings
 from kvferry.cli.support.worker_flags import engine_settings, worker_argv
 from kvferry.cli.up import FleetPlan
 from kvferry.engines.mini.settings import EngineSettings
@@ -47,3 +48,29 @@ def test_cores_are_dealt_out_among_all_ranks(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_size_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp=0 must be at least 1"):
         _children("--decode-tp", "0")
+
+
+def test_flags_of_the_router_reach_the_router() -> None:
+    args = _parsed(
+        up,
+        "model",
+        "--decode-policy",
+        "prefix_aware",
+        "--room-wait",
+        "5",
+        "--api-key-file",
+        "/keys",
+        "--max-body-bytes",
+        "9",
+    )
+    again = _parsed(route, *router_argv(args))
+    assert router_settings(again) == router_settings(args)
+    assert (router_settings(again).decode_policy, router_settings(again).room_wait_s) == ("prefix_aware", 5.0)
+    assert router_files(again).api_keys == "/keys"
+    assert router_argv(_parsed(up, "model")) == []
+
+
+def test_names_and_limits_reach_the_workers() -> None:
+    flags = up._worker_argv(_parsed(up, "model", "--served-model-name", "m", "--max-body-bytes", "9"))
+    worker = _parsed(serve, "model", *flags)
+    assert (worker.served_model_name, worker.max_body_bytes) == ("m", 9)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -100,6 +101,7 @@ def _nixl() -> dict[str, Any]:
             import nixl._api
         except ImportError as error:
             return {"import": f"fails: {error}"}
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # otherwise it logs that an agent was made
         agent = nixl._api.nixl_agent("kvferry-env", nixl._api.nixl_agent_config(backends=[]))
         return {"version": _version("nixl"), "plugins": ", ".join(agent.get_plugin_list())}
 

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from kvferry import __version__
 from kvferry.cli.support.parser import Parser
-from kvferry.errors import FerryError, IncompatiblePeer, PeerLost
+from kvferry.errors import ConfigError, FerryError, IncompatiblePeer, PeerLost
 
 __all__ = ["COMMANDS", "LOG_LEVELS", "ExitCode", "main", "make_parser"]
 
@@ -47,6 +47,7 @@ COMMANDS = {
     "bench": "measure: engine, transfer, plan, handoff, calibrate, or all of them",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_WITH_SETTINGS = ("serve", "route", "up", "demo", "facts", "plan", "compare")
 _QUIET = {"up": "warning", "demo": "warning"}
 """Commands that supervise others, and log less than "info" unless they are asked to."""
 
@@ -96,6 +97,15 @@ def _start_logging(args: argparse.Namespace) -> None:
     )
 
 
+def _explained(error: FerryError, command: str) -> str:
+    """Returns the message of an error; if it names a setting, with the flag that sets it."""
+    if command not in _WITH_SETTINGS or not isinstance(error, ConfigError):
+        return str(error)
+    from kvferry.cli.support.remedies import with_flags  # late: only commands with settings need their classes
+
+    return with_flags(str(error), command)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one command, and returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
@@ -106,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     except FerryError as error:
         if args.verbose:
             raise
-        print(f"kvferry {args.command}: {error}", file=sys.stderr)
+        print(f"kvferry {args.command}: {_explained(error, args.command)}", file=sys.stderr)
         if isinstance(error, IncompatiblePeer):
             return ExitCode.INCOMPATIBLE
         return ExitCode.UNREACHABLE if isinstance(error, PeerLost) else ExitCode.ERROR

@@ -11,7 +11,7 @@ from kvferry.cli.support.worker_flags import field_docs
 from kvferry.router.app import RouterFiles
 from kvferry.router.settings import RouterSettings
 
-__all__ = ["add_router_flags", "router_argv", "router_files", "router_flag", "router_settings"]
+__all__ = ["add_router_flags", "router_argv", "router_files", "router_flag", "router_flag_names", "router_settings"]
 
 _FILES = {
     "fleet": "fleet-file",
@@ -51,6 +51,11 @@ def add_router_flags(parser: argparse.ArgumentParser, leave_out: Collection[str]
             metavar=None if choices else metavar_of(field.name, kind),
             help=f"{texts[field.name].replace('%', '%%')} (default: {field.default})",
         )  # fmt: skip
+
+
+def router_flag_names() -> dict[str, str]:
+    """Returns the flag of each setting of the router, by the name of the setting."""
+    return {field.name: f"--{router_flag(field.name)}" for field in dataclasses.fields(RouterSettings)}
 
 
 def router_settings(args: argparse.Namespace) -> RouterSettings:
