@@ -78,7 +78,7 @@ def test_a_side_channel_address_that_is_not_ours_is_reported_before_a_model_is_l
     capsys.readouterr()
     flags = ["--side-channel-host", "203.0.113.7", "--key-file", str(key), "--port", "0"]
     assert main([command, "/nowhere", *flags]) == ExitCode.ERROR
-    assert "cannot listen on --side-channel-host '203.0.113.7' --side-channel-port 0: " in told(capsys)
+    assert "cannot listen on --side-channel-host '203.0.113.7' --side-channel-port 0: " in line_of(capsys)
 
 
 def test_no_model_at_that_path(capsys: pytest.CaptureFixture[str]) -> None:
