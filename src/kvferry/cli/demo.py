@@ -20,8 +20,7 @@ import aiohttp
 
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.supervisor import Child, Supervisor
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.words import plural
+from kvferry.cli.support.terminal import Terminal, plural
 from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
 from kvferry.cli.up import FleetPlan, show_addresses, start_fleet
 from kvferry.errors import FerryError

@@ -18,8 +18,7 @@ from kvferry.cli.main import ExitCode
 from kvferry.cli.support.plan_rows import Row, show_table, tidy_layers
 from kvferry.cli.support.plan_svg import picture
 from kvferry.cli.support.shape_flags import add_shape_flags, shapes
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.words import plural, size
+from kvferry.cli.support.terminal import Terminal, plural, size
 from kvferry.cli.support.worker_description import load_layouts
 from kvferry.errors import ConfigError, IncompatiblePeer
 from kvferry.layout.blocks import BlockTable, TokenRange

@@ -7,8 +7,7 @@ import secrets
 import sys
 
 from kvferry.cli.main import ExitCode
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.words import plural
+from kvferry.cli.support.terminal import Terminal, plural
 from kvferry.errors import ConfigError
 from kvferry.testing.simulator.mutants import MUTANTS
 from kvferry.testing.simulator.run import Found, SimResult, prepare_of, simulate

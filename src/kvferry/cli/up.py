@@ -14,8 +14,7 @@ from math import prod
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.router_flags import add_router_flags, router_argv, router_settings
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.words import plural
+from kvferry.cli.support.terminal import Terminal, plural
 from kvferry.cli.support.worker_flags import (
     add_worker_flags,
     check_side_channel,

@@ -4,8 +4,7 @@ import io
 
 import pytest
 
-from kvferry.cli.support.terminal import Terminal, styled
-from kvferry.cli.support.words import plural, size
+from kvferry.cli.support.terminal import Terminal, plural, size, styled
 
 
 class _Screen(io.StringIO):

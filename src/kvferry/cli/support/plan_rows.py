@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvferry.cli.support.terminal import Terminal
-from kvferry.cli.support.words import size
+from kvferry.cli.support.terminal import Terminal, size
 
 __all__ = ["Row", "show_table", "tidy_layers"]
 

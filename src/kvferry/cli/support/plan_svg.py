@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kvferry.cli.support.plan_rows import Row
-from kvferry.cli.support.words import plural, size
+from kvferry.cli.support.terminal import plural, size
 from kvferry.layout.description import CacheLayout, Tensor
 from kvferry.layout.edge import Edge
 from kvferry.layout.pairing import pair

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Bar", "Line", "Terminal", "styled"]
+__all__ = ["Bar", "Line", "Terminal", "plural", "size", "styled"]
 
 Line = str | Text
 """Text, or text with styles: see `styled`."""
@@ -155,3 +155,17 @@ def _rich_table(head: Sequence[str], rows: Sequence[Sequence[Line]], right: Sequ
     for row in rows:
         table.add_row(*([""] if indent else []), *row)
     return table
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns "1 edge", "2 edges", "1,200 edges"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def size(num_bytes: float) -> str:
+    """Returns bytes in the unit that fits: "640 B", "12.5 KiB", "3 GiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
