@@ -20,4 +20,4 @@ def test_bench_handshake(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_handshake_of_no_number(peers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main("handshake", add_arguments, run, [f"--peers={peers}"])
-    assert "not a list of numbers from 1 on" in capsys.readouterr().err
+    assert "not a list of numbers of 1 or more" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.spec`: one object a line with the promised keys, and an answer that differs is told."""
+"""`python -m benchmarks.spec`: one object per line with the promised keys; an answer that differs is an error."""
 
 import json
 
@@ -17,8 +17,8 @@ KEYS = {
 
 def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("spec", spec.add_arguments, spec.run, ["--json", *QUICK]) == ExitCode.OK
-    told = capsys.readouterr()
-    rows = [json.loads(line) for line in told.out.splitlines()]
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.out.splitlines()]
     assert [(row["serving"], row["method"]) for row in rows] == [
         ("standalone", "mtp"),
         ("pd", "mtp"),
@@ -29,11 +29,11 @@ def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> Non
         assert len(row["acceptance_by_position"]) == 3
         assert row["tok_s"] > 0 < row["tpot_ms"]
     assert rows[2]["acceptance_rate"] < 0.5 * rows[1]["acceptance_rate"]
-    assert spec.UNSAFE in told.err
+    assert spec.UNSAFE in captured.err
 
 
-def test_an_answer_that_differs_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(spec, "_plain", lambda _: [[1]])
-    argv = ["bench", "spec", "--json", "--method", "ngram", "--serving", "standalone", *QUICK]
-    assert main(argv) == ExitCode.ERROR
+    argv = ["--json", "--method", "ngram", "--serving", "standalone", *QUICK]
+    assert main("spec", spec.add_arguments, spec.run, argv) == ExitCode.ERROR
     assert "an answer differs" in capsys.readouterr().err
