@@ -1,4 +1,4 @@
-"""A worker with an engine that computes nothing: a token a character, answers by script; for tests."""
+"""A worker whose engine computes nothing: one token per character, and answers from a script."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ ANSWER = "The quick brown fox jumps over the lazy dog. "
 
 
 class CharTokenizer:
-    """Token id = code point."""
+    """A tokenizer whose token ids are code points."""
 
     takes_tools = False
 
@@ -39,7 +39,7 @@ class CharTokenizer:
 
 
 def answer_of(request: GenerateRequest) -> list[Output]:
-    """The default script: ANSWER, a character a step, until a stop string or max_tokens."""
+    """The default script: ANSWER, one character per step, until a stop string or max_tokens."""
     sampling, outputs = request.sampling, []
     prompt_len = len(request.prompt_token_ids)
     remote = request.handoff is not None and request.handoff.do_remote_prefill
@@ -80,7 +80,7 @@ def answer_of(request: GenerateRequest) -> list[Output]:
 
 @dataclass
 class ScriptedEngine:
-    """`script` gives a request's outputs, one a step; `steps_left` limits them, so that a test can hold a request."""
+    """An engine whose `script` gives a request's outputs, one per step. `steps_left` lets a test hold a request."""
 
     script: Callable[[GenerateRequest], list[Output]] = answer_of
     steps_left: float = float("inf")
@@ -118,17 +118,17 @@ class ScriptedEngine:
 
 @dataclass
 class ScriptedWorker:
-    """What `serve` gives the server, without a model."""
+    """A worker as the server needs it, without a model."""
 
     engine: ScriptedEngine = field(default_factory=ScriptedEngine)
     engine_id: str = "scripted"
     role: str = "both"
     mode: str = "pull"
     drained: bool = True
-    """Nothing of a hand-off is left."""
+    """Whether no hand-off is left."""
     num_drains: int = 0
     offered: dict[str, str] = field(default_factory=dict)
-    """Hand-offs that can be released, and then why they were."""
+    """Maps hand-offs that can be released to the reason once they are; before that, to an empty text."""
 
     def release(self, transfer: TransferId, reason: str) -> bool:
         if self.offered.get(transfer, "gone"):

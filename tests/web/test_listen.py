@@ -1,4 +1,4 @@
-"""A listener whose application cannot start gives its port back."""
+"""A listener releases its port if its application cannot start; a ready-file exists only while its process runs."""
 
 import socket
 import subprocess

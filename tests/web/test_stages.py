@@ -1,4 +1,4 @@
-"""Moments of an engine as stages."""
+"""The moments that an engine records become stages."""
 
 from kvferry.stats import StageTimes
 from kvferry.web.stages import HandoffTotals, Stage, stages_of

@@ -1,4 +1,4 @@
-"""A tiny model, and engines on it that are proved to have lost no block."""
+"""Fixtures: a tiny model, and engines that run it and are checked for lost blocks after each test."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,25 +22,25 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Tests share two cores with others."""
+    """Limits torch to one thread, because test processes share the cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of three layers."""
+    """The directory of a Llama with three layers."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_directory: Path) -> LoadedModel:
-    """The same, loaded once."""
+    """The same model, loaded once."""
     return load_model(EngineSettings(model=str(tiny_directory), dtype="float32"))
 
 
 @pytest.fixture
 def make_engine(tiny_model: LoadedModel) -> Iterator[MakeEngine]:
-    """Engines on the tiny model. After the test, every block of each is accounted for; none is left in use."""
+    """Makes engines that run the tiny model. After the test, no block of any engine may be lost or in use."""
     engines: list[Engine] = []
 
     def make(connector: Any = None, clock: Any = None, **changes: Any) -> Engine:
@@ -67,13 +67,13 @@ def make_engine(tiny_model: LoadedModel) -> Iterator[MakeEngine]:
 
 
 def cache_of(engine: Engine) -> KVCache:
-    """Of an engine with one rank in this process."""
+    """Returns the cache of an engine with one rank in this process."""
     assert isinstance(engine.executor, LocalExecutor)
     return engine.executor.cache
 
 
 def ask(name: str, prompt: Sequence[int], handoff: HandoffParams | None = None, **sampling: Any) -> GenerateRequest:
-    """A greedy request of 8 tokens that never ends early, with changes."""
+    """Returns a greedy request for 8 tokens that never ends early; `sampling` changes it."""
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **sampling}
     return GenerateRequest(
         request_id=RequestId(name), prompt_token_ids=tuple(prompt), sampling=SamplingParams(**params), handoff=handoff
@@ -81,7 +81,7 @@ def ask(name: str, prompt: Sequence[int], handoff: HandoffParams | None = None, 
 
 
 def finish(engine: Engine, *, max_steps: int = 2000) -> dict[str, list[Output]]:
-    """Step until nothing is left to do; all outputs by request. The books are checked after every step."""
+    """Steps until nothing is left to do, with a check after every step. Returns all outputs by request."""
     outputs: dict[str, list[Output]] = {}
     for _ in range(max_steps):
         if not engine.has_work():
@@ -93,16 +93,16 @@ def finish(engine: Engine, *, max_steps: int = 2000) -> dict[str, list[Output]]:
 
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:
-    """All tokens of one request's outputs."""
+    """Returns all tokens of one request's outputs."""
     return [token for output in outputs for token in output.token_ids]
 
 
 def text_of(outputs: Sequence[Output]) -> str:
-    """All text of one request's outputs."""
+    """Returns all text of one request's outputs."""
     return "".join(output.text for output in outputs)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    """Random tokens that are no special ones."""
+    """Returns random tokens that are not special ones."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(3, 264, (length,), generator=random).tolist()

@@ -1,4 +1,4 @@
-"""The step loop on a tiny model: the same tokens however a request is cut, batched, cached, preempted."""
+"""The step loop with a tiny model: tokens are the same however requests are cut, batched, cached, preempted."""
 
 import pytest
 
@@ -14,7 +14,7 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 70, 100)
 
 @pytest.fixture
 def alone(make_engine: MakeEngine) -> dict[int, list[int]]:
-    """What each prompt is answered with, one by one, whole prompt at once, nothing cached."""
+    """Returns the answer to each prompt alone, with the whole prompt in one step and nothing cached."""
     engine = make_engine(max_batch_tokens=256, prefix_caching=False)
     answers = {}
     for length in LENGTHS:

@@ -1,4 +1,4 @@
-"""Everything that can become of a hand-off, as the engine sees it; the connector is a fake, the KV is real."""
+"""All outcomes of a hand-off, as the engine sees them; the connector is a fake, the KV is real."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +25,7 @@ Side = tuple[Engine, FakeConnector]
 
 @pytest.fixture
 def make_side(make_engine: MakeEngine) -> Callable[..., Side]:
-    """An engine, and the connector that it talks to."""
+    """An engine and its connector."""
 
     def make(**changes: Any) -> Side:
         found: list[FakeConnector] = []
@@ -61,7 +61,7 @@ def _until_waiting(engine: Engine) -> None:
 
 
 def _bring(source: Side, target: Side, name: str, stop: int) -> None:
-    """Copy what decode wants of the prefill request `p`."""
+    """Copies what decode needs from the prefill request `p`."""
     (_, p), (_, d) = source, target
     request = next(request for request in d.tables if request == name)
     copy_tokens(p.cache, p.tables[next(iter(p.tables))], d.cache, d.tables[request], d.cached[request], stop)
@@ -319,7 +319,7 @@ def test_blocks_in_transit_serve_nobody_else(make_engine: MakeEngine, make_side:
 
 
 def finish_one(engine: Engine, name: str) -> Output:
-    """Step until `name` has ended."""
+    """Steps until `name` has ended."""
     for _ in range(200):
         for output in engine.step():
             if output.request_id == name and output.finish_reason:
@@ -522,7 +522,7 @@ def test_timing_tells_what_the_hand_off_cost(make_side: Callable[..., Side]) -> 
 
 
 def test_blocks_are_cleared_before_they_are_offered_to_a_peer(make_side: Callable[..., Side]) -> None:
-    """Else a faulty peer's NaN would outlive its request, and reach another one through masked positions."""
+    """Otherwise a faulty peer's NaN would outlive its request and reach another one through masked positions."""
     engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
     cache_of(engine).data[1:] = float("nan")
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))

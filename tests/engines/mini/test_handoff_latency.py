@@ -1,4 +1,4 @@
-"""Nothing of a hand-off waits for a step that it does not need, or for a look at a clock."""
+"""No part of a hand-off waits for a step that it does not need, or for a poll."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ OFFER = Offer(TransferId("t-p"), RequestId("p"), (), TokenRange(0, 20), final=Tr
 
 
 class _Watched(FakeConnector):
-    """Tells the final offer as the real scheduler half does, and writes down what its worker half hears, and when."""
+    """Sends the final offer as the real scheduler half does, and records what its worker half receives, and when."""
 
     def build_orders(self) -> StepOrders:
         finished = "finished p" in self.seen and "ordered" not in self.seen
@@ -43,7 +43,7 @@ class _Watched(FakeConnector):
 
 
 def test_the_last_offer_leaves_with_the_step_that_made_it(make_engine: MakeEngine) -> None:
-    """Not with the next one: between them the answer goes to the client."""
+    """Not in the next step: between the two, the answer goes to the client."""
     found: list[_Watched] = []
 
     def connect(cache: object) -> tuple[FakeConnector, FakeConnector]:
@@ -63,7 +63,7 @@ def test_the_last_offer_leaves_with_the_step_that_made_it(make_engine: MakeEngin
 
 
 class _Handoffs:
-    """As much of a HandoffWorker as the executor looks at."""
+    """The part of a HandoffWorker that the executor uses."""
 
     has_report = False
 

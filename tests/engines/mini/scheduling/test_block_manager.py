@@ -1,4 +1,4 @@
-"""The block manager's books: random use against its own proof, prefix chains, long runs, held transfers."""
+"""The block manager: random use with its own check, prefix chains, long runs, held transfers."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.harness.hypothesis_profile import examples
 
 
 class Books(RuleBasedStateMachine):
-    """Requests come, share, grow, go, are held; nothing is ever counted wrong or given away twice."""
+    """Requests come, share blocks, grow, end and are held: no block is miscounted or allocated twice."""
 
     tables = Bundle("tables")
 

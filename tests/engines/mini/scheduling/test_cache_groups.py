@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
-    """Prompts of one family begin alike."""
+    """Returns a prompt; prompts of one family have a common prefix."""
     return [(family * 31 + i * i) % 89 for i in range(length)]
 
 
@@ -119,7 +119,7 @@ def test_what_is_known_keeps_nobody_out(shape: str, block: int, asked: list[tupl
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_no_request_is_given_more_than_it_needs(shape: str) -> None:
-    """However few of its tokens another engine brings."""
+    """However few of its tokens another engine hands over."""
     groups = position_engine(
         layers_of(**SHAPES[shape]), block_tokens=4, num_blocks=10, max_batch_tokens=8
     ).scheduler.groups
@@ -131,7 +131,7 @@ def test_no_request_is_given_more_than_it_needs(shape: str) -> None:
 
 
 def one(engine: Engine, name: str, tokens: Sequence[int], max_tokens: int = 3) -> Any:
-    """Answer one request alone, rightly; its last output."""
+    """Answers one request alone, checks the answer, and returns its last output."""
     engine.add(ask(name, tokens, max_tokens=max_tokens))
     done = finish(engine)[name]
     assert tokens_of(done) == answer(tokens, max_tokens)
@@ -155,14 +155,14 @@ def test_a_conversation_goes_on_behind_its_answer() -> None:
 
 
 def test_a_state_found_at_a_shorter_prefix_only() -> None:
-    """FULL blocks alone are of no use without the state at their end."""
+    """FULL blocks cannot be used without the state at their end."""
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200, max_batch_tokens=16)
     one(engine, "a", prompt(45))  # snapshots where chunks end: 16, 32, 44
     assert one(engine, "b", [*prompt(42), 7]).account.cached == 32
 
 
 def test_a_state_that_a_step_is_just_changing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted with its step in flight: what is in the block by now is the state of a later token."""
+    """The request is aborted while its step is in flight, so its block already has the state of a later token."""
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200, depth=2)
     monkeypatch.setattr(engine.scheduler.groups, "snapshot", lambda request, changes: None)
     for name in ("a", "b"):
@@ -199,14 +199,14 @@ def test_decoding_keeps_only_the_window() -> None:
 
 
 def test_what_a_window_has_left_may_still_serve_others() -> None:
-    """Freed blocks are known by hash until their place is needed."""
+    """Freed blocks stay in the prefix cache until they are allocated again."""
     engine = position_engine(layers_of(**GEMMA), block_tokens=4, num_blocks=400)
     one(engine, "a", prompt(200))
     assert one(engine, "b", [*prompt(100), 5, 5, 5]).account.cached == 100
 
 
 def test_a_hit_needs_the_window_before_it() -> None:
-    """Of a window whose blocks are gone, the full group's blocks are of no use: all is computed again."""
+    """If the blocks of a window are gone, the full group's blocks cannot be used: everything is computed again."""
     engine = position_engine(layers_of(**GEMMA), block_tokens=4, num_blocks=400)
     one(engine, "a", prompt(101))
     groups = engine.scheduler.groups
@@ -235,7 +235,7 @@ def test_a_request_that_never_fits_is_told_how_much_would() -> None:
 
 
 def test_groups_are_of_one_size() -> None:
-    """Gemma 3: as many layers a group as there are full ones; every pipeline stage has its share of every group."""
+    """Gemma 3: each group has as many layers as there are full ones, and every pipeline stage has a part of each."""
     windows = [None if i % 6 == 5 else 512 for i in range(18)]
     layers = [
         replace(layers_of(full=1)[0], layer=f"layers.{i}.attn", window_tokens=window,

@@ -1,6 +1,6 @@
 """Cache groups across a hand-off: real engines, real connectors, real plans over the memory transport.
 
-The network proves what it finds in the cache (positions.py): what is missing or of other tokens is seen when read.
+The network checks what it reads from the cache (positions.py): missing KV, or KV of other tokens, fails the test.
 """
 
 import itertools
@@ -49,7 +49,7 @@ MODES = [TransferMode.PULL, TransferMode.PUSH]
 
 
 class Known:
-    """A board on which every engine was accepted long ago."""
+    """A peer table in which every engine was accepted long ago."""
 
     def __init__(self) -> None:
         self.incarnations: dict[EngineId, Incarnation] = {}
@@ -97,7 +97,7 @@ class Side:
 
 
 class Pair:
-    """P and D. `go` sends requests through both; afterwards no block of either is in use."""
+    """Prefill and decode. `go` sends requests through both; afterwards neither may have a block in use."""
 
     def __init__(
         self,
@@ -191,14 +191,14 @@ def prompt(length: int, family: int = 0) -> list[int]:
 
 
 def account_of(outputs: Sequence[Output]) -> PromptAccount:
-    """Of one request."""
+    """Returns the account of one request."""
     account = outputs[-1].account
     assert account is not None
     return account
 
 
 def left(shape: str) -> int:
-    """Prompt tokens that decode computes by R32."""
+    """Returns how many prompt tokens decode computes by R32."""
     return 1 if "states" in SHAPES[shape] else 0
 
 
@@ -226,7 +226,7 @@ def test_nothing_is_computed_twice(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_what_decode_has_is_not_moved_again(make_pair: MakePair, shape: str, mode: TransferMode) -> None:
-    """R30: none, a part, all."""
+    """R30: decode has none, a part, or all of the prompt in its cache."""
     pair = make_pair(layers_of(**SHAPES[shape]), mode, (4, 4))
     length = 48 + left(shape)
     for name, hit in (("a", 0), ("b", 24), ("c", 48)):
@@ -254,7 +254,7 @@ def test_prefill_too_goes_on_behind_its_own_prefix(make_pair: MakePair, shape: s
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_prompt_of_one_token(make_pair: MakePair, shape: str, mode: TransferMode) -> None:
-    """With a state nothing of it can be handed over; it is answered all the same."""
+    """With a state nothing of such a prompt can be handed over; it is answered all the same."""
     pair = make_pair(layers_of(**SHAPES[shape]), mode, (4, 4))
     assert account_of(pair.go([[5]])[0]).recomputed == left(shape)
 
@@ -264,7 +264,7 @@ def test_a_prompt_of_one_token(make_pair: MakePair, shape: str, mode: TransferMo
 def test_without_a_first_token_the_last_prompt_token_is_decodes(
     make_pair: MakePair, shape: str, mode: TransferMode
 ) -> None:
-    """What it looks back on is there: with windows, prefill stops one token before the end."""
+    """What the last token attends to has landed: with windows, prefill stops one token before the end."""
     pair = make_pair(layers_of(**SHAPES[shape]), mode, (4, 4), first_token=False)
     for outputs in pair.go([prompt(33, 1), prompt(64, 2)]):
         assert account_of(outputs).recomputed == 1
@@ -272,7 +272,7 @@ def test_without_a_first_token_the_last_prompt_token_is_decodes(
 
 @pytest.mark.parametrize("shape", ["gemma", "mamba", "all kinds"])
 def test_a_hand_off_that_fails_is_computed_from_what_decode_can_use(make_pair: MakePair, shape: str) -> None:
-    """R29: of windows and states nothing can be kept; the blocks come back, and every token is right."""
+    """R29: nothing of windows and states can be kept; the blocks are released, and every token is right."""
     pair = make_pair(layers_of(**SHAPES[shape]), TransferMode.PULL, (4, 4))
     pair.d.engine.add(ask("own", prompt(24), max_tokens=2))
     while pair.d.engine.has_work():

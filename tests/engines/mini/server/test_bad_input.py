@@ -1,4 +1,4 @@
-"""What a client, or the engine, can do wrong: the right status, an OpenAI error body with the value and the remedy."""
+"""Faults of clients and of the engine get the right status and an OpenAI error body with value and remedy."""
 
 import asyncio
 import json

@@ -21,7 +21,7 @@ BODY = {"prompt": "abc", "max_tokens": 4}
 
 @dataclass
 class Serving:
-    """A listening server, and the wait for the end of its drain."""
+    """A listening server, and a task that waits for the end of its drain."""
 
     server: WorkerServer
     url: str
@@ -32,7 +32,7 @@ class Serving:
         self.ended = asyncio.create_task(self.server.draining.wait_ended())
 
     async def status(self, path: str, **body: object) -> tuple[int, str]:
-        """Of a POST (with a body) or a GET: the status and the reason or the error's code."""
+        """Sends a POST (with a body) or a GET. Returns the status, and the reason or the error's code."""
         method = "POST" if body else "GET"
         async with self.session.request(method, self.url + path, json=body or None) as response:
             body = await response.json()
@@ -130,7 +130,7 @@ def test_a_negative_limit_is_refused() -> None:
 
 @asynccontextmanager
 async def under_signals(worker: ScriptedWorker) -> AsyncIterator["asyncio.Task[None]"]:
-    """What `kvferry serve` does until it ends."""
+    """Runs what `kvferry serve` runs until it ends."""
     loop = asyncio.get_running_loop()
     server = a_server(worker)
     listener = Listener(server.app, "127.0.0.1", 0, shutdown_s=0.2)

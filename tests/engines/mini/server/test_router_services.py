@@ -1,4 +1,4 @@
-"""What a worker does for routers: its blocks, early meetings, a first token that the client has already."""
+"""What a worker does for routers: it reports blocks, meets peers early, and continues a first token that was sent."""
 
 import base64
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ HASHES = [bytes([i]) * 32 for i in range(3)]
 
 @dataclass
 class FleetWorker(ScriptedWorker):
-    """One that tells its blocks, and meets."""
+    """A scripted worker that reports its blocks and meets peers."""
 
     states: list[str] = field(default_factory=lambda: ["asking", "asking", "accepted"])
     met: list[tuple[str, str | None, str, int]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Engines that draft, alone and in pairs, on the trained byte-level model; and the answers of plain decoding."""
+"""Fixtures: engines that draft, alone and in pairs, with the trained byte-level model; answers without drafts."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def serving() -> Iterator[MakeServing]:
-    """Alone(...) or Pair(...), closed at the end."""
+    """Makes Alone(...) or Pair(...), closed at the end."""
     made: list[Serving] = []
 
     def make(kind: type[Serving], *args: Any, **kwargs: Any) -> Serving:
@@ -60,7 +60,7 @@ def serving() -> Iterator[MakeServing]:
 
 
 def engine(model: str, method: str | None = None, count: int = 0, **changes: Any) -> EngineSettings:
-    """Float32: the same tokens in whatever batch. Keys of the speculation begin with `spec_`."""
+    """Returns settings in float32: the same tokens in every batch. Keys of speculation begin with `spec_`."""
     spec = {name.removeprefix("spec_"): changes.pop(name) for name in list(changes) if name.startswith("spec_")}
     if method is not None:
         changes["speculation"] = SpeculationSettings(method=method, num_speculative_tokens=count, **spec)
@@ -68,7 +68,7 @@ def engine(model: str, method: str | None = None, count: int = 0, **changes: Any
 
 
 def text(length: int, place: int = 0) -> tuple[int, ...]:
-    """A prompt out of a source file."""
+    """Returns a prompt from a source file."""
     return tuple(SOURCE[place : place + length])
 
 
@@ -76,7 +76,7 @@ _count = 0
 
 
 def ask(prompts: Sequence[Sequence[int]], max_tokens: int = 12, **sampling: Any) -> list[GenerateRequest]:
-    """Greedy, unless said otherwise."""
+    """Returns requests, greedy unless `sampling` says otherwise."""
     global _count
     _count += 1
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **sampling})

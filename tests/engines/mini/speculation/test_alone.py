@@ -35,7 +35,7 @@ def test_tokens_are_the_same(serving: MakeServing, plain: Plain, byte_mtp: str, 
 def test_preemption_changes_no_token(
     serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int
 ) -> None:
-    """Room for about two of seven requests."""
+    """The cache has room for about two of seven requests."""
     one = serving(Alone, engine(byte_mtp, method, count, num_blocks=44, max_batch_tokens=24))
     assert tokens(one.serve(ask(PROMPTS, 60))) == plain(byte_mtp, PROMPTS, 60)
     assert one.engine.stats().preemptions > 0
@@ -44,7 +44,7 @@ def test_preemption_changes_no_token(
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_windows(serving: MakeServing, plain: Plain, windowed: str, count: int) -> None:  # R34
-    """A module's window looks back from slots that are computed again: its blocks are still there."""
+    """A module's window starts at slots that are computed again, so their earlier blocks must still be there."""
     one = serving(Alone, engine(windowed, "mtp", count, max_batch_tokens=24))
     assert tokens(one.serve(ask(PROMPTS, 30))) == plain(windowed, PROMPTS, 30)
     one.engine.check()

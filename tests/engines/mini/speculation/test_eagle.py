@@ -1,4 +1,4 @@
-"""The EAGLE-3 head that we ship, on SmolLM2: it is a drafter, alone and across the hand-off over NIXL."""
+"""The EAGLE-3 head that kvferry ships, with SmolLM2: alone, and across the hand-off over NIXL."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +18,7 @@ NEW, DEPTH = 32, 3
 
 
 def settings(speculative: bool = True) -> EngineSettings:
-    """Float32: the same tokens whatever the batch."""
+    """Returns settings in float32: the same tokens in every batch."""
     size = {"num_blocks": 120, "block_tokens": 16}
     return (
         engine("smollm2", "eagle3", DEPTH, spec_model="eagle3-smollm2", **size)
@@ -29,14 +29,14 @@ def settings(speculative: bool = True) -> EngineSettings:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Pieces of source code that the head has not been trained on."""
+    """Returns pieces of source code that the head was not trained on."""
     ids = Tokenizer.from_directory(model_directory("smollm2")).encode(SOURCE.decode())
     return [ids[at : at + length] for at, length in ((900, 33), (2600, 48), (5200, 57), (9000, 64))]
 
 
 @pytest.fixture(scope="module")
 def alone(prompts: list[list[int]]) -> Iterator[Alone]:
-    """With drafts; it has answered all prompts."""
+    """One engine with drafts, which has answered all prompts."""
     torch.set_num_threads(1)
     one = Alone(settings())
     one.answers = tokens(one.serve(ask(prompts, NEW)))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where the counts of a hand-off meet their limits: tails as short as the back-off, preemption on prefill."""
+"""The limits of a hand-off's counts: tails as short as the back-off, preemption on prefill."""
 
 import threading
 import time

@@ -1,5 +1,5 @@
-"""Drafter's KV across the hand-off: every draft depth on both sides, every length, with hits; nothing is shifted, and
-no slot is read that was never computed. R31 to R36."""
+"""The drafter's KV across the hand-off: every number of drafts on both sides, every length, with prefix hits. No slot
+is shifted, and none is read that was never computed (R31 to R36)."""
 
 import os
 import threading
@@ -100,7 +100,7 @@ def test_windows(serving: MakeServing, plain: Plain, windowed: str, k_p: int, k_
 
 @pytest.mark.parametrize(("method", "count"), [("ngram", 3), ("suffix", 4)])
 def test_text_drafters(serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int) -> None:  # R3 R7
-    """On decode alone, which is a note and no error; and accepted as by one engine."""
+    """Speculation on decode only is a note, not an error, and accepts as many drafts as a single engine."""
     pair = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, count))
     alone = serving(Alone, engine(byte_mtp, method, count))
     assert tokens(pair.serve(ask(LENGTHS))) == tokens(alone.serve(ask(LENGTHS))) == plain(byte_mtp, LENGTHS)
@@ -119,7 +119,7 @@ def test_the_unsafe_switch_says_so_and_nearly_all_drafts_fall(
 
 
 def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> torch.Tensor:
-    """What the cache has of slots [0, count) of a request: [count, heads, dim]."""
+    """Returns the slots [0, count) of a request from the cache: [count, heads, dim]."""
     executor = one.executor
     assert isinstance(executor, LocalExecutor)
     cache = executor.cache
@@ -129,7 +129,7 @@ def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> t
 
 
 def run_to(length: int, one: Engine, *others: Engine) -> Request:
-    """Step engines until the only request of the first has this many tokens computed."""
+    """Steps engines until the only request of the first has this many tokens computed."""
     give_up_s, pause = time.monotonic() + 30.0, threading.Event()
     while time.monotonic() < give_up_s:
         request = next(iter(one.scheduler.running), None)

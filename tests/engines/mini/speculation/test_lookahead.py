@@ -1,4 +1,4 @@
-"""The counts that both sides of a hand-off share. R31, R32, R34."""
+"""The counts that both sides of a hand-off compute (R31, R32, R34)."""
 
 from itertools import product
 
@@ -55,7 +55,7 @@ def test_every_slot_handed_over_read_known_tokens(lookahead: int) -> None:
 
 @pytest.mark.parametrize("modules", [1, 2, 3])
 def test_beside_a_state_both_sides_stop_at_one_token(modules: int) -> None:  # R5 R32
-    """Whatever their depths; and every slot before it has read tokens of the prompt."""
+    """Whatever their numbers of drafts; and every slot before the cut has read only tokens of the prompt."""
     for prompt in range(1, 30):
         cuts = set()
         for depth in (0, 1, 2, 3, 5):

@@ -26,7 +26,7 @@ FILTERS = [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.2}, {"temperature": 1.4
 
 
 class World:
-    """A target and a drafter whose next token depends on the last one alone."""
+    """A target and a drafter whose next token depends only on the last one."""
 
     def __init__(self, **filters: float) -> None:
         random = torch.Generator().manual_seed(7)
@@ -35,7 +35,7 @@ class World:
         self.sampling = SamplingParams(**{"temperature": 0.9, **filters})  # type: ignore[arg-type]
 
     def exact(self) -> torch.Tensor:
-        """[last token, next token]: what the request asks for."""
+        """Returns the distribution that the request wants: [last token, next token]."""
         probs = probabilities(self.target.clone(), [self.sampling] * VOCAB)
         return probs / probs.sum(-1, keepdim=True)
 
@@ -60,7 +60,7 @@ class World:
         return [[each.token for each in one] for one in chosen], sum(len(one) - 1 for one in chosen)
 
     def worst(self, answers: list[list[int]]) -> float:
-        """The largest distance of a frequency from its probability, in sigmas; of all that follows each token."""
+        """Returns the largest distance, in sigmas, of a frequency from its probability, over all pairs of tokens."""
         counts = torch.zeros(VOCAB, VOCAB)
         for answer in answers:
             for last, token in zip([0, *answer], answer, strict=False):
@@ -102,7 +102,7 @@ def test_a_wrong_sampler_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, wro
 
 
 def test_wrong_draft_probabilities_are_seen() -> None:
-    """They must be those of the distribution from which the draft was drawn."""
+    """They must be those of the distribution that the draft was sampled from."""
     world, other = World(), World()
     other.drafter = world.drafter * 1.3
     assert world.worst(world.answers(2 * FEWER, claimed=other)[0]) > 4
@@ -180,7 +180,7 @@ REQUESTS = 800
 
 @pytest.fixture(scope="module")
 def exact(byte_mtp: str) -> dict[tuple[int, ...], float]:
-    """The probability of each answer of three tokens, by plain decoding: the product of its tokens' shares."""
+    """Returns the probability of each answer of three tokens in plain decoding: the product over its tokens."""
     torch.set_num_threads(1)
     one = Alone(engine(byte_mtp))
     known: dict[tuple[int, ...], float] = {(): 1.0}
@@ -233,7 +233,8 @@ def test_engines_keep_the_distribution(
     method: str,
     kind: type[Serving],
 ) -> None:
-    """Drafts are drawn, alone and across the hand-off; each answer of three tokens comes as often as it should."""
+    """With sampled drafts, alone and across the hand-off, each answer of three tokens is as frequent as it should
+    be."""
     changes = {}
     if method == "eagle3":
         changes["spec_model"] = eagle3_head(tmp_path_factory.mktemp("head"))

@@ -45,7 +45,7 @@ HYBRID: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Mamba-2 and attention with random weights, and modules that bet on the last token again, more or less."""
+    """Mamba-2 and attention with random weights, and modules that mostly draft the last token again."""
     directory = make_tiny_model(tmp_path_factory.mktemp("hybrid"), "llama", seed=11, **HYBRID)
     config = mtp.read_modules({**HYBRID, **_raw(directory)})
     assert config is not None
@@ -127,7 +127,7 @@ def test_draft_model(serving: MakeServing, plain: Plain, byte_mtp: str, windowed
 
 
 def eagle3_head(directory: Path, step: int = 2) -> str:
-    """A head in the form of the speculators package, for byte-mtp: every `step`th of its tokens, random weights."""
+    """Writes a head in the format of the speculators package for byte-mtp: every `step`th token, random weights."""
     layer = {name: _raw(model_directory("byte-mtp"))[name] for name in (
         "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
         "max_position_embeddings", "rms_norm_eps", "rope_theta",
@@ -151,7 +151,7 @@ def eagle3_head(directory: Path, step: int = 2) -> str:
 
 
 def test_eagle3(serving: MakeServing, plain: Plain, byte_mtp: str, tmp_path: Path) -> None:
-    """A head that guesses: the text is right, the whole prompt is handed over with the head's KV, lookahead 1."""
+    """A random head: the text is right, the whole prompt is handed over with the head's KV, and the lookahead is 1."""
     settings = engine(byte_mtp, "eagle3", 3, spec_model=eagle3_head(tmp_path))
     pair, alone = serving(Pair, settings, settings), serving(Alone, settings)
     served = pair.serve(ask(PROMPTS, 16))
@@ -176,7 +176,7 @@ def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) ->
 @pytest.mark.process
 @pytest.mark.parametrize("shape", [{"pp": 2}, {"tp": 2}], ids=str)
 def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, int]) -> None:
-    """What drafts were drawn from comes from the rank that drew them: the tokens are those of one rank."""
+    """Draft probabilities come from the rank that sampled the drafts: the tokens are those of one rank."""
     settings = engine(byte_mtp, "mtp", 3, spec_draft_sample_method="probabilistic")
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 6}
     one, many = serving(Alone, settings), serving(Alone, replace(settings, **shape))
@@ -189,7 +189,7 @@ def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, sha
 def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
     serving: MakeServing, plain: Plain, byte_mtp: str, method: str, draft: str | None
 ) -> None:
-    """R3: refused, and computed again; or, with cold_start, handed over whole, and drafts begin after the prompt."""
+    """R3: refused and recomputed; or, with cold_start, handed over whole, with drafts that begin after the prompt."""
     changes = {"spec_model": draft} if draft else {}
     expected = plain(byte_mtp, PROMPTS, 24)
     pair = serving(Pair, engine(byte_mtp), engine(byte_mtp, method, 3, spec_cold_start=True, **changes))
@@ -229,7 +229,7 @@ def test_a_drafter_on_prefill_alone_is_a_note_and_costs_only_time(
     mode: TransferMode,
     left: int,
 ) -> None:
-    """R3, R19, R36: decode ignores the drafter's layers, and computes what prefill leaves to it, no more."""
+    """R3, R19, R36: decode ignores the drafter's layers, and computes only what prefill leaves to it."""
     caplog.set_level(logging.INFO, "kvferry.handshake")
     target = request.getfixturevalue(model)
     draft = {"draft_model": target, "eagle3": eagle3_head(tmp_path) if method == "eagle3" else None}.get(method)
