@@ -10,10 +10,10 @@ VLLM_VENV  ?= .venv-vllm
 VLLM_BIN   := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PIP    := -m pip install --quiet --disable-pip-version-check
-PROCESSES  := (process or engine) and not vllm
+PROCESSES  := (process or engine) and not slow and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -48,16 +48,19 @@ demo: setup  ## the main job on a real model: prefill worker, decode worker, rou
 	$(BIN)/kvferry demo
 	@printf '\nnow try:\n  . $(VENV)/bin/activate\n  kvferry up smollm2      # and open its dashboard\n  kvferry --help\n'
 
-test: test-pure test-process  ## all the tests but those that need vLLM
+test: test-unit test-process  ## the tests, but for those that take long and those that need vLLM
 
-test-unit: setup  ## no process, no model, nothing slow: some minutes, on all cores
+test-unit: setup  ## no process, no model, nothing slow: about two minutes on two cores
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow and not vllm'
 
-test-pure: setup  ## no process, no model, on all cores; also the slow ones: simulator, layout matrix
-	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
-
 test-process: setup setup-gemma  ## models, and real processes over real NIXL: two files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m '$(PROCESSES)' --durations=20
+
+test-long: setup setup-gemma  ## what must be long: simulator, layout matrix, SmolLM2 against transformers, worker processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'slow and not vllm' --durations=20
+
+test-pure: setup  ## no process, no model, on all cores; also the slow ones
+	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
 
 fuzz: setup  ## the property tests with 30 times as many examples, new ones each time; FUZZ=N for N times
 	FUZZ=$(or $(FUZZ),30) $(BIN)/python -m pytest -q -n auto -m 'hypothesis and not process and not engine and not vllm'
@@ -70,7 +73,7 @@ test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over
 	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/engines/vllm/test_end_to_end.py --durations=10
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
-	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/vllm tests/router/test_real_vllm.py --durations=20
+	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/engines/vllm tests/router/test_real_vllm.py --durations=20
 
 check: setup  ## formatting, lint, spelling, types, architecture, fragments of the changelog
 	$(BIN)/ruff format --check .

@@ -15,7 +15,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.testing.simulator.rank import RankWorld, SimRank
 from kvferry.testing.simulator.scenario import Job
 from kvferry.testing.simulator.simulated_memory import GARBAGE, MAX_RANKS, Memory, Violation
-from kvferry.testing.simulator.transfer import Transfer
+from kvferry.testing.simulator.simulated_transfer import Transfer
 from kvferry.transport.base import Operation
 
 __all__ = ["DecodeEngine", "EngineWorld", "PrefillEngine", "SimEngine"]

@@ -12,7 +12,7 @@ from kvferry.testing.simulator.rank import TOKEN_S, RankEngine, SimRank, short
 from kvferry.testing.simulator.scenario import Job, Scenario, settings_of
 from kvferry.testing.simulator.simulated_engine import DecodeEngine, PrefillEngine, SimEngine
 from kvferry.testing.simulator.simulated_memory import Violation
-from kvferry.testing.simulator.transfer import Transfer
+from kvferry.testing.simulator.simulated_transfer import Transfer
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message
 
