@@ -14,18 +14,18 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "kvferry"
 
 DOCSTRINGS = {  # pattern, searched in each docstring (and each text beneath a field or constant): greatest count
-    r"\ASee ": 103,
-    r"\AOf ": 65,
-    r"\bbehind\b": 64,
-    r"\b(no|some)body\b": 36,
-    r"\bso many\b": 20,
-    r"\b(told|heard)\b": 49,
+    r"\ASee ": 0,
+    r"\AOf ": 0,
+    r"\bbehind\b": 12,  # "leaves nothing behind", and memory behind an id
+    r"\b(no|some)body\b": 1,
+    r"\bso many\b": 0,
+    r"\b(told|heard)\b": 1,  # "cannot be told apart"
 }
 FILES = {  # pattern, searched in the whole source: greatest count
-    r"told": 196,
-    r"\bheard\b": 28,
-    r"\b(no|some)body\b": 52,
-    r"\bso many\b": 21,
+    r"\btold\b": 1,
+    r"\bheard\b": 0,
+    r"\b(no|some)body\b": 9,  # names of strangers in conformance suites, and a sentence of the demo's prompt
+    r"\bso many\b": 0,
 }
 
 

@@ -14,7 +14,7 @@ reached, else with a new one. After prefill's first token was sent, another deco
 with the same hand-off. After decode's own bytes nothing is replayed.
 
 If prefill may have offered a hand-off, and no decode worker has begun to answer with it when the request ends or a new
-dispatch replaces it, then prefill is told that it will not be taken (`upstream.releases`).
+dispatch replaces it, then prefill is informed that it will not be taken (`upstream.releases`).
 """
 
 import asyncio
@@ -461,7 +461,7 @@ class Dispatch:
 
 
 def _recomputed(headers: Mapping[str, str]) -> bool:
-    """True if decode reports that nothing was handed over. It may never have told prefill so."""
+    """True if decode reports that nothing was handed over. Prefill may never have learned of it."""
     return headers.get("x-kvferry-handed-over") == "0" and bool(headers.get("x-kvferry-why"))
 
 

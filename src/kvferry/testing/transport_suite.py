@@ -165,8 +165,8 @@ class TransportSuite:
             filling = bytes([round_ + 1]) * (1 << 20)
             (remote if operation is READ else local).fill(0, filling)
             local.transport.post(REMOTE, operation, [runs([0], [0], [1 << 20])], b"done %d" % round_)
-            heard = round_ + 1
-            room.drive(lambda heard=heard: len(room.messages[REMOTE]) >= heard)  # type: ignore[misc]
+            received = round_ + 1
+            room.drive(lambda received=received: len(room.messages[REMOTE]) >= received)  # type: ignore[misc]
             assert (local if operation is READ else remote).read(0) == filling
         assert room.bodies(remote) == [b"done %d" % round_ for round_ in range(5)]
 
@@ -198,7 +198,7 @@ class TransportSuite:
                 attempt()
 
     def test_a_message_that_comes_before_we_know_its_sender_waits(self, room: Room) -> None:
-        # R27: the peer heard of us first.
+        # R27: the peer knows us first.
         local, remote = room.end(LOCAL), room.end(REMOTE)
         local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
         local.transport.send(REMOTE, b"early")
@@ -369,8 +369,8 @@ class TransportSuite:
             room.connect(local, remote)
             ticket = local.transport.post(REMOTE, READ, [runs([0], [round_], [100])], b"again %d" % round_)
             assert room.wait_completion(local, ticket).error is None
-            heard = round_ + 1
-            room.drive(lambda heard=heard: len(room.messages[REMOTE]) >= heard)  # type: ignore[misc]
+            received = round_ + 1
+            room.drive(lambda received=received: len(room.messages[REMOTE]) >= received)  # type: ignore[misc]
         assert room.bodies(remote) == [b"again %d" % round_ for round_ in range(5)]
 
     def test_disconnecting_one_peer_leaves_the_others(self, room: Room) -> None:

@@ -65,7 +65,7 @@ class DraftModel:
         self._begun: set[str] = set()
 
     def absorb(self, chunks: Sequence[ChunkInput], hidden: torch.Tensor) -> None:
-        """See Drafter. Only where a request begins here: what is before has come from a peer or the prefix cache."""
+        """Notes where each request begins on this engine; earlier tokens came from a peer or the prefix cache."""
         for chunk in chunks:
             self._final.setdefault(chunk.key, chunk.start)
 
