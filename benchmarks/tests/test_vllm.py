@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,7 +172,7 @@ def test_consecutive_ports_are_free() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, KV_HEAVY, GEMMA], ids=["tiny", "kv", "gemma"])
-def test_models_are_whole(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_models_are_whole(tmp_path: Path, changes: dict[str, Any]) -> None:
     from safetensors.numpy import load_file
 
     made = make_model(tmp_path / "m", **changes)

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -90,7 +91,7 @@ class Mutator:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def bytes(self, good: bytes) -> bytes:
+    def damaged(self, good: bytes) -> bytes:
         """Random, flipped, cut, spliced, repeated, oversized."""
         draw = self.random
         kind = draw.randrange(9)
@@ -208,7 +209,7 @@ def _reply_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
 
 
 def _notification_target(mutator: Mutator) -> tuple[Sequence[bytes], Target]:
-    ends = {"to": "i1", "transfer": "t1"}
+    ends: dict[str, Any] = {"to": "i1", "transfer": "t1"}
     tables = (WireTable(0, 0, (1, 2, 3)), WireTable(1, 512, (9,)))
     good = [
         encode_message(message)
@@ -267,7 +268,7 @@ def run(target: str, num_messages: int, seed: int) -> dict[str, object]:
     outcomes: Counter[str] = Counter()
     slowest_s = 0.0
     for _ in range(num_messages):
-        bad = mutator.bytes(mutator.random.choice(good))
+        bad = mutator.damaged(mutator.random.choice(good))
         begin_s = time.perf_counter()
         outcomes[answer(bad)] += 1
         slowest_s = max(slowest_s, time.perf_counter() - begin_s)
@@ -289,7 +290,7 @@ def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dic
                 num_tcp += 1
                 with socket.create_connection(("127.0.0.1", server.port)) as plain:
                     plain.sendall(draw.randbytes(draw.randrange(1, 500)))
-            bad = mutator.bytes(draw.choice(good))
+            bad = mutator.damaged(draw.choice(good))
             frames = [b"token"[: draw.randrange(6)], bad]
             if draw.randrange(20) == 0:
                 frames = [bad] * draw.randrange(1, 8)

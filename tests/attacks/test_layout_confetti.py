@@ -14,7 +14,7 @@ HEADS, DIM, LAYERS = 8, 128, 6
 def confetti() -> list[CacheLayout]:
     ranks = []
     for rank in range(HEADS * DIM):
-        tensors = []
+        tensors: list[Tensor] = []
         for layer in range(LAYERS):
             head, dim = divmod((rank + layer) % (HEADS * DIM), DIM)
             axes = (Axis("head", HEADS, head, head + 1, 2), Axis("dim", DIM, dim, dim + 1, 2))

@@ -180,7 +180,12 @@ def test_urls_are_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     fleet = types.ModuleType("kvferry.cli.support.fleet_matrix")
     asked: list[object] = []
-    fleet.run_fleet = lambda urls, as_json: asked.append((urls, as_json)) or ExitCode.UNREACHABLE  # type: ignore[attr-defined]
+
+    def run_fleet(urls: list[str], as_json: bool) -> ExitCode:
+        asked.append((urls, as_json))
+        return ExitCode.UNREACHABLE
+
+    monkeypatch.setattr(fleet, "run_fleet", run_fleet, raising=False)
     monkeypatch.setitem(sys.modules, "kvferry.cli.support.fleet_matrix", fleet)
     parser = argparse.ArgumentParser()
     doctor.add_arguments(parser)

@@ -44,7 +44,7 @@ def test_two_lines_with_what_was_meant(argv: list[str], line: str, capsys: pytes
 def test_every_flag_has_a_help_text_and_says_its_default(command: str) -> None:
     parser = make_parser(command)
     sub = next(action for action in parser._actions if action.dest == "command").choices[command]  # type: ignore[index]
-    for action in sub._actions:  # type: ignore[union-attr]
+    for action in sub._actions:
         if action.dest in ("help", "action", "rest"):
             continue
         assert action.help, f"{command}: {action.dest} has no help"

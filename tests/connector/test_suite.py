@@ -176,7 +176,7 @@ class Careless(own.OwnEngine):  # type: ignore[misc]
     def _end(self, request: Any, *, aborted: bool = False) -> None:
         super()._end(request, aborted=aborted)
         for transfer in list(self.held):
-            self.free = self.held.pop(transfer) + self.free
+            self.free: list[int] = self.held.pop(transfer) + self.free
 
 
 @pytest.fixture

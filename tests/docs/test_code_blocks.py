@@ -26,7 +26,7 @@ def accept(argv: list[str]) -> None:
 def flags_of(command: str) -> set[str]:
     """Every flag of a command."""
     sub = next(action for action in make_parser(command)._actions if action.dest == "command").choices[command]  # type: ignore[index]
-    return set(sub._option_string_actions)  # type: ignore[union-attr]
+    return set(sub._option_string_actions)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

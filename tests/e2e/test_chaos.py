@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,11 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterato
         yield fleet
 
 
+def _goes_on(load: Load, before: int) -> bool:
+    """Says whether prompts are handed over again, or an answer was wrong: then nothing need be waited for."""
+    return load.tally.handed_over > before + 2 or bool(load.tally.faults)
+
+
 def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]], seed: int) -> None:
     """Strike at each of the moments, (worker, how), while clients ask; then look at everything."""
     dice = random.Random(seed)
@@ -195,7 +201,7 @@ def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]
             struck.append(f"{name} {strike(fleet.workers[name], how, dice)}")
             before = load.tally.handed_over
             until(
-                lambda before=before: load.tally.handed_over > before + 2 or load.tally.faults,
+                partial(_goes_on, load, before),
                 f"prompts are handed over again after: {struck}\n{load.tally}",
                 within_s=60,
             )

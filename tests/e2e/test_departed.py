@@ -1,5 +1,6 @@
 """R24, I5, I6: workers that are killed and come back under their id and port. Real processes, real NIXL."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ from tests.harness.until import until
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(240)]
 
 FLAGS = ("--dtype", "float32", "--num-blocks", "300", "--threads", "1", "--lease-ttl", "5", "--lease-renew-every", "1")
+
+
+def knows_one_peer(process: Process) -> bool:
+    """Says whether exactly one peer is known to the worker."""
+    return metrics(process.url)["kvferry_engine_handoff_peers"] == 1
 
 
 def hand_over(p: Process, d: Process, seed: int) -> dict[str, Any]:
@@ -39,6 +45,6 @@ def test_the_first_request_after_a_restart_is_handed_over(mode: str, tmp_path: P
             told = hand_over(p, d, number)
             assert told["handed_over"] == 100, told
         for process in (p, d):
-            until(lambda at=process: metrics(at.url)["kvferry_engine_handoff_peers"] == 1, "one peer is known")
+            until(partial(knows_one_peer, process), "one peer is known")
             assert [peer["state"] for peer in process.describe()["peers"]] == ["accepted"]
         assert d.logged("peer forgotten peer=p/")

@@ -241,6 +241,7 @@ def test_policy_fail_says_what_is_wrong(fleet: Fleet) -> None:
     for streamed in (False, True):
         answer = decode(fleet.workers["strict"], prompt, params, stream=streamed)
         assert_error(answer, 500, "p")
+        assert answer.error is not None
         assert "on_failure" in answer.error["message"] or "gone" in answer.error["message"], answer.error
 
 

@@ -9,7 +9,7 @@ text, no hang, no leak, every failure explained (R28, R29). `make load` does thi
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -31,6 +31,12 @@ FLAGS = (
 )  # fmt: skip
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(400)]
+
+
+def wait_more(count: Callable[[], int], more: int, what: str) -> None:
+    """Waits until `count` has risen by more than `more`."""
+    before = count()
+    until(lambda: count() > before + more, what, within_s=30.0)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -78,8 +84,7 @@ def test_no_request_fails_while_each_worker_is_upgraded(fleet: Fleet, questions:
             process.start()
             process.wait_ready()
             wait_used(fleet, process)
-            before = load.tally.ended
-            until(lambda before=before: load.tally.ended > before + 6, "requests go on", within_s=30.0)
+            wait_more(lambda: load.tally.ended, 6, "requests go on")
     finally:
         tally = load.end()
     assert not tally.faults, (tally.faults[:3], fleet.tails())
@@ -95,12 +100,10 @@ def test_kills_and_hang_ups(fleet: Fleet, questions: list[Question]) -> None:  #
     load = Load(fleet.url, questions, num_clients=4, hang_up=0.1, seed=1)
     try:
         for name in ("p0", "d1"):
-            before = load.tally.handed_over
-            until(lambda before=before: load.tally.handed_over > before + 8, "prompts are handed over", within_s=30.0)
+            wait_more(lambda: load.tally.handed_over, 8, "prompts are handed over")
             fleet.workers[name].restart()
             wait_used(fleet, fleet.workers[name])
-        before = load.tally.handed_over
-        until(lambda before=before: load.tally.handed_over > before + 8, "and again", within_s=30.0)
+        wait_more(lambda: load.tally.handed_over, 8, "and again")
         until(lambda: load.tally.hung_up >= 3, "some hang up", within_s=30.0)
     finally:
         tally = load.end()

@@ -24,7 +24,8 @@ class Record:
 
 def events(table: Any) -> list[Enum]:
     """All events of a table, from the class of one of them."""
-    return list(type(next(iter(table.moves))[1]))
+    kind: type[Enum] = type(next(iter(table.moves))[1])
+    return list(kind)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

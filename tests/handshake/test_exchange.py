@@ -182,7 +182,8 @@ def test_handshakers_accept_each_other_once() -> None:
     assert pair.num_asked == 1
     assert [new.engine for new in pair.d.take_accepted()] == ["p0"]
     assert [new.engine for new in pair.p.take_accepted()] == ["d0"]
-    assert pair.p.take_accepted() == pair.p.take_gone() == []
+    assert pair.p.take_accepted() == []
+    assert pair.p.take_gone() == []
     assert pair.p.peers.get(EngineId("d0")).address == "127.0.0.1:7000"  # where it listens, not where it spoke from
 
 

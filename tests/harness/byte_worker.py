@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams
+from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
@@ -36,6 +37,7 @@ class Computed:
 
 def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
     """KV of tokens [start, stop) of a request with these blocks: [layers, 2, heads, tokens, head_dim], copied."""
+    assert isinstance(worker.engine.executor, LocalExecutor)
     cache, ids = worker.engine.executor.cache, torch.tensor(block_ids)
     layers = dict.fromkeys(name for group in cache.groups for name in group.layers)
     blocks = torch.stack([torch.stack([cache.view(layer, part)[ids] for part in "kv"]) for layer in layers])

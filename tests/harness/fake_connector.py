@@ -1,7 +1,7 @@
 """A connector whose peer is the test: it records what the engine asks, and answers what the test has set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.connector.base import Failed, Landed, Match, Outcome, RequestView, StepOrders, StepReport
 from kvferry.engines.mini.cache.pool import KVCache
@@ -133,9 +133,9 @@ class FakeConnector:
         request, transfer = RequestId(name), TransferId(f"t-{name}")
         self.open.discard(request)
         start = self.cached.get(request, 0)
-        failed = Failed(transfer, request, "the peer is gone", TokenRange(start, max(start, arrived)))
-        ended = {"failed" if recompute else "fatal": (failed,)}
-        self.outcomes.append(Outcome(**ended, released=(transfer,) if released else ()))
+        ended = (Failed(transfer, request, "the peer is gone", TokenRange(start, max(start, arrived))),)
+        outcome = Outcome(failed=ended) if recompute else Outcome(fatal=ended)
+        self.outcomes.append(replace(outcome, released=(transfer,) if released else ()))
 
     def release(self, name: str) -> None:
         """Release the transfer's blocks: no peer touches them any more."""

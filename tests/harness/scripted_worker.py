@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
@@ -14,6 +14,9 @@ from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener
 from tests.harness.scripted_server import ScriptedServer
+
+if TYPE_CHECKING:
+    from tests.harness.scripted_vllm import VllmServer
 
 PARAMS = b'{"remote_block_ids":[[1,2]],  "remote_engine_id":"p0","odd":1.50,"transfer_mode":"pull"}'
 """Odd spacing and numbers on purpose: decode must get these bytes."""
@@ -150,7 +153,7 @@ async def routing(router: Router) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def fleet(*workers: Worker, settings: RouterSettings = FAST) -> AsyncIterator[tuple[str, Router]]:
+async def fleet(*workers: "Worker | VllmServer", settings: RouterSettings = FAST) -> AsyncIterator[tuple[str, Router]]:
     """The workers and a router in front of them; the router's address. Workers with a port 1 are not started."""
     for worker in workers:
         if worker.port != 1:

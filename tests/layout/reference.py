@@ -12,7 +12,8 @@ from kvferry.layout.blocks import BlockTable, Runs
 from kvferry.layout.cells import all_cells, cell_runs, sample_cells
 from kvferry.layout.description import CacheKind, CacheLayout, Tensor
 from kvferry.layout.edge import Edge
-from kvferry.layout.packing import PackPlan, Side
+from kvferry.layout.packing import PackPlan, Side, StagedPlan
+from kvferry.layout.pairing import Pairing
 from tests.layout.worlds import Case
 
 Memory = list[bytearray]
@@ -22,9 +23,9 @@ Memory = list[bytearray]
 class Planner:
     """What is under test; mutants put in their own."""
 
-    pair: Callable[..., object]
+    pair: Callable[..., Pairing]
     plan: Callable[..., Iterator[Runs]]
-    plan_staged: Callable[..., object]
+    plan_staged: Callable[..., StagedPlan]
 
 
 class WrongBytesError(AssertionError):

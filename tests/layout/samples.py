@@ -1,6 +1,7 @@
 """Small layouts for tests of single rules."""
 
 from dataclasses import replace
+from typing import Any
 
 from kvferry.layout.builders import AxisOrder, LayoutBuilder, head_range
 from kvferry.layout.description import CacheLayout, Rank, Tensor
@@ -36,13 +37,13 @@ def attention(
     return builder.build()
 
 
-def with_tensor(layout: CacheLayout, index: int, **changes: object) -> CacheLayout:
+def with_tensor(layout: CacheLayout, index: int, **changes: Any) -> CacheLayout:
     """The same layout with one tensor changed."""
     tensors = list(layout.tensors)
     tensors[index] = replace(tensors[index], **changes)
     return replace(layout, tensors=tuple(tensors))
 
 
-def paging(tensor: Tensor, **changes: object) -> dict[str, object]:
+def paging(tensor: Tensor, **changes: Any) -> dict[str, Any]:
     """A change of a tensor's paging, for with_tensor."""
     return {"paging": replace(tensor.paging, **changes)}

@@ -1,6 +1,7 @@
 """Single rules of planning: coalescing, windows, states, prefixes, pieces."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -261,7 +262,7 @@ def test_cells_do_not_depend_on_layout() -> None:
         ({"ranges": (("head", 0, 1),)}, r"axes are \['head'\]"),
     ],
 )
-def test_a_cell_from_a_peer_is_checked(changes: dict[str, object], says: str) -> None:
+def test_a_cell_from_a_peer_is_checked(changes: dict[str, Any], says: str) -> None:
     good = Cell("layers.0.attn", "k", 2, 3, (("head", 0, 1), ("dim", 0, 2)))
     tables = [BlockTable(0, 0, [1, 2, 3])]
     assert cell_runs(attention(), tables, good).num_bytes == 4

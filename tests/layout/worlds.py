@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.builders import (
@@ -312,7 +313,7 @@ class _Rank:
     def _layer(self, layer: Layer, pool: Pool | None) -> None:
         b, m, n = self.builder, self.model, self.config.num_blocks
         group = self.index[self.tags[layer.name]]
-        common = {"encoding": "e", "element_bytes": m.element_bytes, "pool": pool, "num_blocks": n}
+        common: dict[str, Any] = {"encoding": "e", "element_bytes": m.element_bytes, "pool": pool, "num_blocks": n}
         if layer.kind == "attention":
             heads = self._heads(layer.heads)
             b.attention(

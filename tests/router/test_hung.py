@@ -212,7 +212,8 @@ async def test_who_is_given_up(silent_for_s: float | None, waits_for_s: float | 
             worker.silent_since_s = None if silent_for_s is None else now_s - silent_for_s
             await known.ask(session, worker)
             assert len(wait.reasons) == ended
-            assert worker.silent_since_s is not None
+            silent_since_s = worker.silent_since_s
+            assert silent_since_s is not None
             d.deaf = False
             await patient.ask(session, worker)
             assert worker.silent_since_s is None  # one answer, and the count begins anew

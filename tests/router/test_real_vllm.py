@@ -12,8 +12,8 @@ import pytest
 from kvferry.router.app import Router
 from kvferry.router.settings import RouterSettings
 from tests.engines.vllm.servers import Lab, Pair
+from tests.harness.scripted_worker import routing
 from tests.harness.until import until_async
-from tests.router.fleet.test_discovery import routing
 from tests.router.test_dispatch import post
 
 pytestmark = [
@@ -50,7 +50,7 @@ async def test_hand_offs_land_and_have_the_right_text(pair: tuple[Pair, str]) ->
     router = Router([servers.prefill.url], [servers.decode.url], RouterSettings(connect_timeout_s=10.0))
     routes = []
     async with routing(router) as url:
-        await until_async(lambda: all(w.unusable_reason is None for w in router.fleet.workers), timeout_s=60.0)
+        await until_async(lambda: all(w.unusable_reason is None for w in router.fleet.workers), within_s=60.0)
         for number in range(6):
             body = a_body(dice, stream=number % 2 == 1)
             before = external_tokens(servers)

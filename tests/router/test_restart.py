@@ -14,8 +14,8 @@ from aiohttp import web
 
 from kvferry.router.app import Router
 from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.worker import Source
 from kvferry.router.fleet.worker import Worker as RouterWorker
-from kvferry.router.fleet.workers import Source
 from kvferry.router.settings import RouterSettings
 from kvferry.router.upstream.http1 import Pool, Unreachable
 from kvferry.settings import Role

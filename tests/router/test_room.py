@@ -153,7 +153,7 @@ async def test_prefix_aware_choice_by_what_workers_tell(role: str) -> None:
         assert worker.info is not None
         worker.info |= {"abilities": ["prompt-blocks"], "limits": {"block_tokens": 16, "blocks": 1000}}
     has = workers[2]
-    policy = {f"{role}_policy": PolicyName.PREFIX_AWARE}
+    policy: dict[str, Any] = {f"{role}_policy": PolicyName.PREFIX_AWARE}
     async with fleet(*workers, settings=RouterSettings(health_every_s=0.05, **policy)) as (url, router):
         await post(url, {**BODY, "prompt": "word " * 200})
         has.blocks = BLOCKS

@@ -43,7 +43,8 @@ async def test_pull_copies_the_parameters_byte_for_byte(path: str) -> None:  # R
 async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_once(path: str) -> None:  # R16 R17
     p, d = a_pair("push")
     async with fleet(p, d) as (url, router):
-        assert router.fleet.prefill[0].mode is None  # nothing that it says tells it
+        mode_at_first = router.fleet.prefill[0].mode
+        assert mode_at_first is None  # nothing that it says tells it
         first, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
         assert (first.status, first.headers["x-kvferry-route"]) == (200, "pull")  # P then D: known to work with both
         assert router.fleet.prefill[0].mode is TransferMode.PUSH

@@ -1,6 +1,7 @@
 """Both transports, and NIXL between two processes, do all that the port says. R12, R21, R27."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -37,6 +38,8 @@ class TestNixlInOneProcess(TransportSuite):
 @pytest.mark.process
 class TestNixlBetweenProcesses(TransportSuite):
     """The far ends each live in a process, which is kept from test to test, with a new transport and new memory."""
+
+    processes: ClassVar[dict[PeerName, ProcessEnd]]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod

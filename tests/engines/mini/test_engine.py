@@ -1,10 +1,13 @@
 """The step loop with a tiny model: tokens are the same however requests are cut, batched, cached, preempted."""
 
+from typing import Any
+
 import pytest
 
 from kvferry.engines.mini.api import FinishReason
 from kvferry.engines.mini.engine import Engine
 from kvferry.errors import RequestError, RequestTooLong
+from kvferry.ids import RequestId
 from tests.engines.mini.conftest import MakeEngine, ask, finish, prompt_of, text_of, tokens_of
 
 pytestmark = pytest.mark.engine
@@ -139,7 +142,7 @@ def test_abort_at_any_moment_frees_everything(make_engine: MakeEngine, steps: in
     engine.add(ask("stays", prompt_of(20, seed=1)))
     for _ in range(steps):
         engine.step()
-    engine.abort("gone")
+    engine.abort(RequestId("gone"))
     engine.check()
     outputs = finish(engine)
     assert outputs["gone"][-1].finish_reason is FinishReason.ABORT
@@ -149,10 +152,10 @@ def test_abort_at_any_moment_frees_everything(make_engine: MakeEngine, steps: in
 
 def test_abort_of_an_unknown_or_ended_request_changes_nothing(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.abort("never seen")
+    engine.abort(RequestId("never seen"))
     engine.add(ask("r", prompt_of(5)))
     finish(engine)
-    engine.abort("r")
+    engine.abort(RequestId("r"))
     assert not engine.has_work()
     assert engine.step() == []
 
@@ -210,7 +213,7 @@ def test_bad_prompts_are_refused(make_engine: MakeEngine) -> None:
 # Ends and choices, through the whole engine
 
 
-def _answer(engine: Engine, **sampling: object) -> list[int]:
+def _answer(engine: Engine, **sampling: Any) -> list[int]:
     engine.add(ask("r", prompt_of(20), **sampling))
     return tokens_of(finish(engine)["r"])
 

@@ -10,6 +10,7 @@ import torch
 from kvferry.connector.base import Match, Outcome
 from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.engine import Engine
+from kvferry.ids import RequestId
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
@@ -75,10 +76,10 @@ def test_prefill_computes_the_prompt_tells_progress_and_keeps_the_blocks(make_si
     engine, connector = make_side(max_batch_tokens=16)
     engine.add(ask("p", prompt_of(40), FOR_REMOTE, max_tokens=100))
     outputs = finish(engine)["p"]
-    assert connector.progress["p"] == [16, 32, 40]
+    assert connector.progress[RequestId("p")] == [16, 32, 40]
     assert len(tokens_of(outputs)) == 1
     assert outputs[-1].finish_reason is FinishReason.LENGTH
-    first = connector.first_tokens["p"]
+    first = connector.first_tokens[RequestId("p")]
     assert first is not None
     assert first.token == tokens_of(outputs)[0]
     assert outputs[-1].handoff is not None
@@ -95,7 +96,7 @@ def test_held_blocks_are_given_to_nobody(make_side: Callable[..., Side]) -> None
     engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
     engine.add(ask("p", prompt_of(48), FOR_REMOTE))
     finish(engine)
-    held = list(connector.tables["p"][0].block_ids)
+    held = list(connector.tables[RequestId("p")][0].block_ids)
     before = cache_of(engine).data[held].clone()
     for i in range(3):
         engine.add(ask(str(i), prompt_of(70, seed=i)))
@@ -134,7 +135,7 @@ def test_abort_of_a_prefill_keeps_what_was_offered(make_side: Callable[..., Side
     engine.add(ask("p", prompt_of(40), FOR_REMOTE))
     for _ in range(steps):
         engine.step()
-    engine.abort("p")
+    engine.abort(RequestId("p"))
     finish(engine)
     assert engine.blocks.num_held == (3 if steps else 0)
     connector.release("p")
@@ -444,7 +445,7 @@ def test_abort_of_a_waiting_decode_keeps_its_blocks_until_released(make_side: Ca
     engine, connector = make_side()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
     _until_waiting(engine)
-    engine.abort("d")
+    engine.abort(RequestId("d"))
     finish(engine)
     assert engine.blocks.num_held == 3
     # News of a request that is gone changes nothing.

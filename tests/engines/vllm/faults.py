@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from kvferry.errors import FerryError
 from tests.engines.vllm.servers import Answer, Lab, Pair, VllmServer, alone, poll_until
@@ -317,7 +318,7 @@ def _push_killed(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
 # Configurations that do not fit
 
 
-def _misfit(mode: str, prefill: dict[str, object], decode: dict[str, object], decode_mode: str | None = None) -> Case:
+def _misfit(mode: str, prefill: dict[str, Any], decode: dict[str, Any], decode_mode: str | None = None) -> Case:
     def case(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
         pair = lab.pair(mode, prefill, decode | ({"mode": decode_mode} if decode_mode else {}))
         way = "pull" if mode == "pull" else "push-after"
@@ -404,6 +405,11 @@ def run_row(lab: Lab, name: str) -> Seen:
     return seen
 
 
+def _is_empty(server: VllmServer) -> bool:
+    """Says whether no block of the server's cache is in use."""
+    return server.metric("vllm:kv_cache_usage_perc") == 0.0
+
+
 def _look_after(pair: Pair, seen: Seen) -> None:
     lines = told_in_logs(pair)
     causes = [one for one in lines if re.search(r"cause=|refused|\b\w+Error: ", one)]
@@ -416,7 +422,7 @@ def _look_after(pair: Pair, seen: Seen) -> None:
             continue
         answer = alone(server, [3, 4, 5, 6, 7] * 4, 2, timeout_s=20.0)
         after.append(f"{who} ok" if answer.ok else f"{who} {answer.status or 'no answer'}")
-        back_s = poll_until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0.0, BLOCKS_S)
+        back_s = poll_until(partial(_is_empty, server), BLOCKS_S)
         blocks.append(f"{who} back" if back_s >= 0 else f"{who} KEPT")
     seen.health, seen.next_request, seen.blocks = ", ".join(health), ", ".join(after), ", ".join(blocks)
 

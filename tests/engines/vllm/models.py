@@ -182,9 +182,9 @@ def _drawn(dice: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.
     if name.endswith("A_log"):
         return np.log(np.arange(1, shape[0] + 1, dtype=np.float32) / 8)
     if name.endswith(("norm.weight", ".D", "layernorm.weight")):
-        return np.ones(shape, np.float32) + noise / 10
+        return np.ones(shape, np.float32) + noise / np.float32(10)
     if len(shape) == 1:
-        return noise / 10
+        return noise / np.float32(10)
     if name.endswith("embed_tokens.weight"):
         return noise * 4
     return noise * np.float32(1.5 / shape[-1] ** 0.5)

@@ -162,21 +162,21 @@ class Lab:
             self._pair.mark_logs()
             return self._pair
         self.end_pair()
-        servers = [
+        pair = Pair(
             self.server(self.spec("prefill", mode, **prefill)),
             self.server(self.spec("decode", mode, **decode)),
-        ]
-        self._pair, self._key = Pair(*servers), key
-        for one in servers:
+        )
+        self._pair, self._key = pair, key
+        for one in pair.both:
             one.start()
-        for one in servers:
+        for one in pair.both:
             try:
                 one.wait_ready(READY_S)
             except FerryError:
                 self.end_pair(keep_logs=True)
                 raise
-        self._pair.mark_logs()
-        return self._pair
+        pair.mark_logs()
+        return pair
 
     def end_pair(self, *, keep_logs: bool = False) -> None:
         """End both servers, if there are any."""

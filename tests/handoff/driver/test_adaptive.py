@@ -45,7 +45,8 @@ class DirectEngine(StagingEngine):
 
 def blocks(num_tokens: int, block_tokens: int, seed: int) -> list[int]:
     count = -(-num_tokens // block_tokens)
-    return np.random.default_rng(seed).permutation(np.arange(1, count + 20))[:count].tolist()
+    ids: list[int] = np.random.default_rng(seed).permutation(np.arange(1, count + 20))[:count].tolist()
+    return ids
 
 
 @pytest.mark.parametrize("kind", [StagingEngine, DirectEngine])

@@ -87,7 +87,10 @@ def test_the_threshold_is_where_the_hand_off_costs_what_decode_loses() -> None:
     for i in range(50):
         cost.on_prefill(100 * (i % 4 + 1), 0.010 + 0.0001 * 100 * (i % 4 + 1))
         cost.on_handoff(0.030)
-    assert cost.line() == (pytest.approx(0.010), pytest.approx(0.0001))
+    line = cost.line()
+    assert line is not None
+    assert line[0] == pytest.approx(0.010)
+    assert line[1] == pytest.approx(0.0001)
     assert cost.threshold_tokens() == pytest.approx(400, abs=1)
 
 
@@ -118,8 +121,8 @@ def test_the_alarm_rings_for_a_share_of_the_window() -> None:
     assert alarm.last_reason == "prefill is down"
     alarm.note(11.0, None)
     assert not alarm.rings(11.0)
-    for at_s in (12.0, 13.0):
-        alarm.note(at_s, "x")
+    for later_s in (12.0, 13.0):
+        alarm.note(later_s, "x")
     assert alarm.rings(13.0)
     assert not alarm.rings(80.0)  # the window is past
     assert alarm.share(80.0) == 0.0

@@ -114,7 +114,7 @@ def test_the_same_id_sent_again_later_is_another_request() -> None:
 
 
 def test_a_failed_attempt_is_a_span_of_its_own_with_its_cause() -> None:
-    events = [
+    events: list[tuple[str, float, dict[str, Any]]] = [
         ("arrived", 1.0, {"request_id": "r1"}),
         ("prefill.sent", 1.1, {"worker": "p0"}),
         ("failed", 1.2, {"worker": "p0", "stage": "prefill", "cause": "broke the connection"}),

@@ -41,8 +41,7 @@ def bells() -> Iterator[tuple[Doorbell, Doorbell]]:
 
 def test_a_ring_wakes_a_sleeper(bells: tuple[Doorbell, Doorbell]) -> None:
     ringing, rung = bells
-    assert not rung.expecting()
-    assert not rung.rings_arrive
+    assert (rung.expecting(), rung.rings_arrive) == (False, False)
     sleeper = threading.Thread(target=rung.wait, args=(LONG_S,))
     sleeper.start()
     ringing.ring(PEER)

@@ -1,5 +1,8 @@
 """Staging memory is bounded, and a staged transfer leaves the same bytes as a direct one. R30, R36."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -122,7 +125,9 @@ def test_torch_and_numpy_copy_the_same(ids: list[int], offset: int) -> None:
     old_staging = np.frombuffer(noise.bytes(24 * len(ids) + 32), np.uint8)
     for into_staging in (True, False):
         results = []
-        for copy, as_given in ((copy_with_numpy, lambda array: array), (copy_with_torch, torch.from_numpy)):
+        ways: list[tuple[Callable[..., None], Callable[[Any], Any]]]
+        ways = [(copy_with_numpy, lambda array: array), (copy_with_torch, torch.from_numpy)]
+        for copy, as_given in ways:
             cache, staging = old_cache.copy(), old_staging.copy()
             copy(box, as_given(cache), as_given(staging), into_staging=into_staging)
             results.append((cache.tobytes(), staging.tobytes()))

@@ -56,7 +56,7 @@ def transformers(args: argparse.Namespace) -> tuple[Generate, str]:
 
     torch.set_num_threads(args.threads)
     network = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
-    network.eval()  # type: ignore[no-untyped-call]  # transformers' own
+    network.eval()
 
     def generate(prompts: list[list[int]], num_tokens: int) -> None:
         ids = torch.tensor(prompts)

@@ -173,7 +173,7 @@ def test_an_abort_between_two_stages_leaves_the_others_as_they_were(tmp_path: Pa
             break
         if number == 4:
             assert engine._in_flight, "a step is on its way"
-            engine.abort("gone")  # type: ignore[arg-type]
+            engine.abort("gone")
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         engine.check()

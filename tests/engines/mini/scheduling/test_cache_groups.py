@@ -17,8 +17,8 @@ from tests.engines.mini.conftest import ask, finish, tokens_of
 from tests.harness.hypothesis_profile import examples
 from tests.harness.positions import answer, layers_of, position_engine
 
-GEMMA = {"full": 1, "windows": (9, 9, 9)}
-MAMBA = {"full": 1, "states": 2}
+GEMMA: dict[str, Any] = {"full": 1, "windows": (9, 9, 9)}
+MAMBA: dict[str, Any] = {"full": 1, "states": 2}
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {"full": 2},
     "gemma": GEMMA,

@@ -35,6 +35,7 @@ from tests.engines.mini.conftest import ask, tokens_of
 from tests.harness.fake_connector import FakeConnector
 from tests.harness.hypothesis_profile import examples
 from tests.harness.positions import PositionRanks, answer, layers_of, position_engine, position_model
+from tests.harness.until import until
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {"full": 2},
@@ -319,11 +320,8 @@ def test_truncation_happens_once(make_pair: MakePair) -> None:  # R33
     assert outputs[0].handoff.first_token is None
     assert outputs[0].token_ids == ()
     pair.p.half.withdraw(next(iter(pair.p.half._by_transfer)), "test")
-    deadline_s = time.monotonic() + 10.0
-    while pair.p.engine.has_work() or pair.p.engine.stats().held_blocks:
-        pair.p.engine.step()
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.0005)
+    engine = pair.p.engine
+    until(lambda: not (engine.has_work() or engine.stats().held_blocks), "prefill is idle", meanwhile=engine.step)
     assert RequestId("r") not in pair.p.engine._requests
 
 
@@ -346,11 +344,8 @@ def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) ->
     engine = pair.d.engine
 
     def idle() -> None:
-        deadline_s = time.monotonic() + 20.0
-        while engine.has_work() or engine.stats().held_blocks:
-            engine.step()
-            assert time.monotonic() < deadline_s, engine.stats()
-            threading.Event().wait(0.0005)
+        done = lambda: not (engine.has_work() or engine.stats().held_blocks)  # noqa: E731
+        until(done, "decode is idle", within_s=20.0, meanwhile=engine.step)
 
     engine.add(ask("own", prompt(45), max_tokens=1))
     idle()
@@ -424,11 +419,13 @@ def test_any_traffic_between_two_full_caches_answers_right_and_loses_no_block(
     """Neither cache has room for many more blocks than the longest request needs: requests wait, are preempted, are
     aborted on either side, and find each other's prefixes."""
     layers = layers_of(**SHAPES[shape])
-    num_blocks = tuple(
+    of_p, of_d = (
         1 + more + _need(layers, size, chunk, max(length + (new if side else 1) for _, length, new, _ in asked))
         for side, (size, more) in enumerate(zip(blocks, spare, strict=True))
     )
-    pair = Pair(layers, mode, blocks, num_blocks=num_blocks, ttl_s=0.5, max_batch_tokens=chunk, first_token=first_token)
+    pair = Pair(
+        layers, mode, blocks, num_blocks=(of_p, of_d), ttl_s=0.5, max_batch_tokens=chunk, first_token=first_token
+    )
     try:
         _traffic(pair, asked, aborts)
     finally:
@@ -478,8 +475,8 @@ def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[in
             break
         assert time.monotonic() < deadline_s, (pair.p.engine.stats(), pair.d.engine.stats())
         pause.wait(0.0005)
-    for side in (pair.p, pair.d):
-        assert side.engine.blocks.num_free == side.engine.blocks.num_usable, "a block is still in use"
+    for engine in (pair.p.engine, pair.d.engine):
+        assert engine.blocks.num_free == engine.blocks.num_usable, "a block is still in use"
     late = [why for why in pair.reasons if "has not ended" in why or "no such request came" in why]
     assert not late, "a deadline is only for what no peer reports"
     for number, (name, tokens) in enumerate(prompts.items()):

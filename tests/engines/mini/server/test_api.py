@@ -47,7 +47,7 @@ async def test_completion_default_is_16_tokens(client: openai.AsyncOpenAI) -> No
 
 async def test_several_prompts_in_every_form(client: openai.AsyncOpenAI) -> None:
     for prompt in (["ab", "abc"], [[97, 98], [97, 98, 99]]):
-        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=3, echo=True, n=2)  # type: ignore[arg-type]
+        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=3, echo=True, n=2)
         assert [choice.text for choice in answer.choices] == ["abThe", "abThe", "abcThe", "abcThe"]
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
         assert answer.usage is not None

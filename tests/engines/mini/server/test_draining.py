@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import pytest
@@ -35,12 +36,12 @@ class Serving:
         """Sends a POST (with a body) or a GET. Returns the status, and the reason or the error's code."""
         method = "POST" if body else "GET"
         async with self.session.request(method, self.url + path, json=body or None) as response:
-            body = await response.json()
-        return response.status, body.get("reason") or body.get("state") or body.get("error", {}).get("code", "")
+            answer = await response.json()
+        return response.status, answer.get("reason") or answer.get("state") or answer.get("error", {}).get("code", "")
 
 
 @asynccontextmanager
-async def serving(worker: ScriptedWorker, **settings: float) -> AsyncIterator[Serving]:
+async def serving(worker: ScriptedWorker, **settings: Any) -> AsyncIterator[Serving]:
     server = a_server(worker, **settings)
     listener = Listener(server.app, "127.0.0.1", 0, shutdown_s=0.2)
     await listener.start()

@@ -84,4 +84,5 @@ def test_an_abort_leaves_nothing_behind(serving: MakeServing, byte_mtp: str) -> 
     one.engine.check()
     assert one.engine.stats().free_blocks == one.engine.stats().blocks
     one.serve(ask(PROMPTS[:1], 2))  # a step tells the drafter whom to forget
-    assert not one.engine.executor._rank._drafter._states or len(one.engine.executor._rank._drafter._states) == 1
+    executor: Any = one.engine.executor
+    assert len(executor._rank._drafter._states) <= 1

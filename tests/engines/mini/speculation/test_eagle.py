@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ NEW, DEPTH = 32, 3
 
 def settings(speculative: bool = True) -> EngineSettings:
     """Returns settings in float32: the same tokens in every batch."""
-    size = {"num_blocks": 120, "block_tokens": 16}
+    size: dict[str, Any] = {"num_blocks": 120, "block_tokens": 16}
     return (
         engine("smollm2", "eagle3", DEPTH, spec_model="eagle3-smollm2", **size)
         if speculative

@@ -187,7 +187,7 @@ def exact(byte_mtp: str) -> dict[tuple[int, ...], float]:
     for _ in range(3):
         prefixes = list(known)
         served = one.serve(ask([PROMPT + prefix for prefix in prefixes], 1, logprobs=TOP))
-        probabilities = {}
+        probabilities: dict[tuple[int, ...], float] = {}
         for prefix, each in zip(prefixes, served, strict=True):
             assert each.last is not None
             top = each.last.logprobs[0].top

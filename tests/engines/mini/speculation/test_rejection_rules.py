@@ -1,5 +1,7 @@
 """Drafts change no greedy answer, and sampled answers keep the target's distribution."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ VOCAB = 8
 NO_EOS: frozenset[int] = frozenset()
 
 
-def row(seed: int = 0, *, temperature: float = 0.0, answer: list[int] | None = None, **sampling: float) -> SamplingRow:
-    return SamplingRow(SamplingParams(temperature=temperature, **sampling), seed, [1, 2], answer or [], NO_EOS)  # type: ignore[arg-type]
+def row(seed: int = 0, *, temperature: float = 0.0, answer: list[int] | None = None, **sampling: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(temperature=temperature, **sampling), seed, [1, 2], answer or [], NO_EOS)
 
 
 def one_hot(*tokens: int) -> torch.Tensor:
@@ -46,7 +48,7 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
     num = 20_000
     first, second = torch.randn(VOCAB) * 1.5, torch.randn(VOCAB, VOCAB) * 1.5
     drafts = [int(first.argmax()), int(first.argsort()[-3])]  # the likeliest, and another one
-    sampling = {"temperature": 0.9, **filters}
+    sampling: dict[str, Any] = {"temperature": 0.9, **filters}
 
     def one(logits: torch.Tensor) -> torch.Tensor:
         rows = [row(seed, **sampling) for seed in range(num)]

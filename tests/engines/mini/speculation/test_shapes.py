@@ -175,7 +175,7 @@ def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize("shape", [{"pp": 2}, {"tp": 2}], ids=str)
-def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, int]) -> None:
+def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, Any]) -> None:
     """Draft probabilities come from the rank that sampled the drafts: the tokens are those of one rank."""
     settings = engine(byte_mtp, "mtp", 3, spec_draft_sample_method="probabilistic")
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 6}

@@ -1,5 +1,7 @@
 """Drafts from the text alone: n-grams and counted suffixes."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,10 +83,14 @@ def test_suffix_counts_are_gone_with_their_texts(texts: list[list[int]]) -> None
     assert not drafter._answers._root.children
 
 
+def nodes(tree: Any) -> int:
+    """Counts the nodes of a suffix drafter's tree."""
+    return sum(int(node.count) for node in tree._root.children.values())
+
+
 def test_suffix_counts_a_long_text_over_some_steps() -> None:
     """Counting is slow: no step waits for a whole prompt, or for a whole earlier answer."""
     drafter, text = suffix_drafter(cached=10_000), [number * 7919 % 1009 for number in range(1000)]
-    nodes = lambda tree: sum(node.count for node in tree._root.children.values())  # noqa: E731
     counted = []
     for _ in range(9):
         drafter.propose(A, text, 1)

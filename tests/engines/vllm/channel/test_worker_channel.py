@@ -40,7 +40,11 @@ class Worker:
 
     @property
     def heard(self) -> list[PeerAccepted | PeerGone]:
-        return [peer for one in self.orders for peer in (*one.accepted, *one.gone)]
+        peers: list[PeerAccepted | PeerGone] = []
+        for one in self.orders:
+            peers += one.accepted
+            peers += one.gone
+        return peers
 
     def wait_heard(self, count: int) -> bool:
         with self.changed:
@@ -124,9 +128,9 @@ class WorkerLineReady:
 
 
 def test_orders_follow_on_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
-    assert not hub.connected
+    connected = [hub.connected]
     hub.connect([worker.channel.address])
-    assert hub.connected
+    assert [*connected, hub.connected] == [False, True]
     table = BlockTable(0, 16, (7, 8))
     want = Fetch(
         transfer=TransferId("t"),
@@ -163,8 +167,7 @@ def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
     assert worker.channel.send(left())
     for _ in range(2):
         assert woken.acquire(timeout=WAIT_S)
-    assert hub.has_reports
-    assert not hub.pending
+    assert (hub.has_reports, hub.pending) == (True, False)
     assert hub.take_reports() == ((report,), (left(),))
     assert not hub.has_reports
     assert hub.take_reports() == ((), ())
@@ -179,8 +182,7 @@ def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addres
     hub.connect([paths[one] for one in addresses])
     hub.send_peers(StepOrders(accepted=(came(),)))
     hub.send_peers(StepOrders(gone=(left("q"),)))
-    assert hub.pending
-    assert len(woken) == 2
+    assert (hub.pending, len(woken)) == (True, 2)
     assert hub.take() == ((came(),), (left("q"),))
     assert not hub.pending
     assert not worker.heard

@@ -180,7 +180,8 @@ def test_a_remote_prefill_from_arrival_to_landing() -> None:
     assert (want.wanted, want.tables) == (TokenRange(0, 40), (BlockTable(0, 0, (1, 2, 3)),))
     assert not failing
     ended = engine.half.update([landed()])
-    assert (ended.received, ended.sent) == ({"r"}, frozenset())
+    assert ended.received == {"r"}
+    assert not ended.sent
     assert not engine.half.has_pending_work()
 
 
@@ -356,8 +357,9 @@ def test_a_remote_decode_from_arrival_to_release() -> None:  # R15 R25
     assert told["transfer_mode"] == "pull"
     assert (told["remote_engine_id"], told["remote_request_id"], told["remote_num_tokens"]) == ("me", "r", 40)
     assert (told["remote_block_ids"], told["tp_size"], told["pp_size"]) == ([[1, 2, 3]], 1, 1)
-    assert engine.half.has_orders
+    had_orders = engine.half.has_orders
     (offer,) = engine.orders()[0].offer
+    assert had_orders
     assert offer.final
     assert not engine.half.has_orders, "the engine may sleep"
     assert engine.half.has_pending_work()
