@@ -1,6 +1,6 @@
 """`kvferry up` and `kvferry demo` with real workers of a tiny model, over real NIXL."""
 
-import asyncio
+import itertools
 import json
 import os
 import signal
@@ -16,7 +16,7 @@ import pytest
 from kvferry.cli.main import ExitCode
 from tests.cli.conftest import Start
 from tests.cli.support.test_supervisor import exists
-from tests.harness.until import until
+from tests.harness.until import until, until_async
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -144,13 +144,13 @@ async def test_clients_and_workers_that_go_away_leave_nothing_behind(
 async def _until_idle(session: aiohttp.ClientSession, url: str) -> None:
     """No request runs or waits, and no block is held for a hand-off."""
     wanted = {"kvferry_open_sequences", "kvferry_engine_running", "kvferry_engine_held_blocks"}
-    async with asyncio.timeout(60):
-        while True:
-            text = await (await session.get(f"{url}/metrics")).text()
-            values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
-            if all(float(values[name]) == 0 for name in wanted):
-                return
-            await asyncio.sleep(0.05)
+
+    async def idle() -> bool:
+        text = await (await session.get(f"{url}/metrics")).text()
+        values = dict(line.split(" ") for line in text.splitlines() if not line.startswith("#"))
+        return all(float(values[name]) == 0 for name in wanted)
+
+    await until_async(idle, "the worker is idle", within_s=60.0, every_s=0.05)
 
 
 async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tiny: Path, tmp_path: Path) -> None:
@@ -184,15 +184,14 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanw
     alone = await fleet.complete(prompt=PROMPT + " and a mill")
     assert alone.kvferry["handed_over"] == 0
     assert "prefill" in alone.kvferry["why"]
-    async with asyncio.timeout(90):
-        number = 0
-        while True:  # every prompt is new: nothing comes from a cache
-            number += 1
-            answer = await fleet.complete(prompt=f"{number} {PROMPT}")
-            assert answer.choices[0].text
-            if answer.kvferry["handed_over"] > 0:
-                break
-            await asyncio.sleep(0.2)
+    numbers = itertools.count(1)  # every prompt is new: nothing comes from a cache
+
+    async def handed_over() -> bool:
+        answer = await fleet.complete(prompt=f"{next(numbers)} {PROMPT}")
+        assert answer.choices[0].text
+        return bool(answer.kvferry["handed_over"] > 0)
+
+    await until_async(handed_over, "a prompt is handed over again", within_s=90.0, every_s=0.2)
     assert fleet.pids()["prefill-0"] != killed
     fleet.end(signal.SIGTERM, ExitCode.OK)
 

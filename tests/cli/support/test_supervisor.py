@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.errors import FerryError
-from tests.harness.until import until
+from tests.harness.until import until, until_async
 
 pytestmark = pytest.mark.process
 
@@ -140,8 +140,7 @@ async def test_leaving_by_cancellation_ends_the_children_too(lines: Lines) -> No
             await asyncio.Event().wait()
 
     task = asyncio.create_task(run())
-    while not (started and started[0].ready):
-        await asyncio.sleep(0.01)
+    await until_async(lambda: started and started[0].ready, "the router is ready", within_s=30.0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert not exists(started[0].process.pid)

@@ -64,14 +64,15 @@ class RealEtcd:
 
     async def well(self) -> None:
         async with aiohttp.ClientSession() as session:
-            for _ in range(400):
+
+            async def answers() -> bool:
                 try:
                     await Etcd(session, self.url).read("/x/")
                 except EtcdFailed:
-                    await asyncio.sleep(0.05)
-                else:
-                    return
-        raise AssertionError("etcd does not start")
+                    return False
+                return True
+
+            await until_async(answers, "etcd answers", within_s=20.0, every_s=0.05)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from kvferry.web.listen import Listener
 from kvferry.web.stages import HandoffTotals
 from tests.harness.scripted_worker import FAST, fleet
 from tests.harness.traced_worker import a_decode, a_prefill
+from tests.harness.until import until_async
 
 
 async def ask(session: aiohttp.ClientSession, url: str) -> Any:
@@ -115,9 +116,7 @@ async def test_nobody_asks_workers_while_nobody_looks() -> None:
         await complete(session, url, "r")
         assert decode.num_traces == 0
         await ask(session, url + "/ui/state")
-        async with asyncio.timeout(5):
-            while decode.num_traces == 0:
-                await asyncio.sleep(0.01)
+        await until_async(lambda: decode.num_traces > 0, "the worker is asked for its traces", within_s=5.0)
         for _ in range(20):
             await ask(session, url + "/ui/state")
         assert decode.num_traces <= 2  # every two seconds, however many look
