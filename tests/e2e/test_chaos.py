@@ -225,6 +225,7 @@ def _hands_over(fleet: Fleet, question: Question) -> bool:
     return bool(answer.kvferry["handed_over"] > 0 and not answer.kvferry["why"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_few_moments_of_each_kind(fleet: Fleet, questions: list[Question], seed: int) -> None:  # R28, R29
     moments = [("p", "kill"), ("d", "stop"), ("d", "kill"), ("p", "stop")]

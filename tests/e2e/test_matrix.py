@@ -9,6 +9,7 @@ from tests.e2e.matrix import every_cell, page, pairwise, run
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_any_two_values_of_any_two_axes(tmp_path: Path) -> None:  # R22, R23, R30, R32, R36
     cells = pairwise(every_cell())

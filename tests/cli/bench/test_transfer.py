@@ -69,4 +69,4 @@ def test_a_place_that_cannot_be_written_is_found_before_measuring(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "file"))
     assert main(["bench", "calibrate"]) == ExitCode.ERROR
-    assert "set KVFERRY_CACHE" in capsys.readouterr().err
+    assert "Set KVFERRY_CACHE" in capsys.readouterr().err
