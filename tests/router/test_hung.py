@@ -29,8 +29,9 @@ from tests.harness.scripted_worker import (
 from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
-SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0.1, restart_wait_s=0)
-NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.15, hung_after_s=0, restart_wait_s=0)
+# Half a second: a machine that is busy for a moment must not make a worker that is well look as if it hung.
+SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.5, hung_after_s=0.1, restart_wait_s=0)
+NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.5, hung_after_s=0, restart_wait_s=0)
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
 streamed_or_not = pytest.mark.parametrize("stream", [False, True])
 
@@ -93,7 +94,7 @@ async def test_a_stream_whose_decode_hangs_ends_with_the_error(mode: str) -> Non
         await until_async(lambda: d0.asked[0].cancelled)
     assert (response.status, raw[:34], d1.asked) == (200, STREAM[:34], [])
     message = json.loads(raw[34:].decode().strip().removeprefix("data: "))["error"]["message"]
-    assert message.startswith(f"decode d0 ({d0.url}) has not answered its health checks for 0.")
+    assert message.startswith(f"decode d0 ({d0.url}) has not answered its health checks for ")
     assert "the answer is incomplete" in message
 
 
