@@ -3,6 +3,9 @@
 A holder counts from when it *sent* the renewal that was acknowledged, a grantor from when it *received* one, each on
 its own clock. The renewal was sent before it was received, and the holder counts `drift` less: so the holder stops
 before the grantor takes back, with no shared clock.
+
+Whether a lease has *ended* is decided elsewhere: in prefill/machine.py (`_advance`), and in decode/machine.py
+(`_start_reads`, `_wind_down`).
 """
 
 from collections.abc import Hashable, Iterator

@@ -1,4 +1,4 @@
-"""Policies that choose one of the workers that could serve a request.
+"""Policies that choose one of the workers that could serve a request. admission.py says which could, and calls them.
 
 round_robin     Each worker in turn.
 least_loaded    The worker with the fewest open requests: this router's, and others' as the worker reports them. Ties
