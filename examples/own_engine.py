@@ -189,7 +189,7 @@ def main() -> None:
         assert together.tokens == alone.tokens
         while prefill.has_work() or decode.has_work():
             prefill.step(), decode.step()
-            time.sleep(0.001)
+            time.sleep(0.001)  # as in `run`
         print("blocks in use      ", 2 * NUM_BLOCKS - len(prefill.free) - len(decode.free))
     finally:
         decode.close()

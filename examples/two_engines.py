@@ -72,7 +72,7 @@ def hand_over(prefill: Worker, decode: Worker, mode: TransferMode) -> None:
     while prefill.engine.has_work() or decode.engine.has_work():  # until prefill has its blocks back
         prefill.engine.step()
         decode.engine.step()
-        time.sleep(0.001)
+        time.sleep(0.001)  # the transport's threads are to run
 
 
 def step_until_end(engine: Engine, other: Engine | None = None) -> list[Output]:

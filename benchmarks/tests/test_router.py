@@ -1,4 +1,4 @@
-"""`python -m benchmarks.router`: the scripted workers keep to their script, and a router that cheats is told."""
+"""`python -m benchmarks.router`: the scripted workers keep to their script, and a router that cheats is reported."""
 
 import asyncio
 import json

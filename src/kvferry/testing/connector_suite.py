@@ -368,9 +368,8 @@ class ConnectorSuite:
         assert answer.tokens == self.alone(pair, prompt)
         assert len(answer.tokens) == self.max_tokens
 
+    @pytest.mark.parametrize("pair", [TransferMode.PUSH], indirect=True)  # in pull, decode is asked after prefill
     def test_decode_may_be_asked_before_prefill_has_begun(self, pair: Pair) -> None:
-        if pair.mode is not TransferMode.PUSH:
-            pytest.skip("in pull mode decode is asked after prefill")
         prompt = prompt_of(1)
         pair.decode.add("r", prompt, max_tokens=self.max_tokens, handoff=pair.address("r"))
         pair.step()
