@@ -22,6 +22,8 @@ from kvferry.errors import FerryError
 __all__ = ["RIVALS", "ROUTERS", "Running", "cpu_s", "install_rivals", "running", "start_fleet"]
 
 RIVALS = ("vllm-router==0.1.17", "smg==1.13.0")
+_ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds benchmarks/: the processes run elsewhere and are to import it."""
 _START_S = 60.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -132,7 +134,7 @@ def _process(argv: list[str], scratch: Path, *, needs_ready_file: bool) -> Itera
     more = ["--ready-file", str(scratch / "ready.json")] if needs_ready_file else []
     environment = {
         **os.environ, SUPERVISOR_VARIABLE: str(os.getpid()), "KVFERRY_LOG": "ERROR", "RUST_LOG": "error",
-        "NO_PROXY": "*",
+        "NO_PROXY": "*", "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
     }  # fmt: skip
     with (scratch / "log").open("wb") as log:
         process = subprocess.Popen(

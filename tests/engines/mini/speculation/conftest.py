@@ -72,6 +72,17 @@ def text(length: int, place: int = 0) -> tuple[int, ...]:
     return tuple(SOURCE[place : place + length])
 
 
+def texts(lengths: Sequence[int], stride: int) -> list[tuple[int, ...]]:
+    """Returns a prompt of each length, no two of which begin with the same four tokens: none hits another's prefix."""
+    prompts: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for length in lengths:
+        place = stride * length
+        while text(min(length, 4), place) in prompts:
+            place += 1
+        prompts[text(min(length, 4), place)] = text(length, place)
+    return list(prompts.values())
+
+
 _count = 0
 
 

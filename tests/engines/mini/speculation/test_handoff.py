@@ -17,14 +17,14 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.scheduling.request import Request
 from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
-from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
+from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, texts, tokens
 from tests.harness.serving import Alone, Pair
 
 pytestmark = pytest.mark.engine
 Plain = Callable[..., list[list[int]]]
 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
-LENGTHS = [text(length, 700 * length) for length in range(1, 17)]  # each length from 1 to 4 blocks
+LENGTHS = texts(range(1, 17), stride=700)  # each length from 1 to 4 blocks
 DEPTHS = (0, 1, 2, 3, 5)
 FULL = os.environ.get("SPEC_MATRIX") == "full"
 SOME = [(3, 3), (1, 3), (3, 1), (2, 5), (5, 2), (0, 3), (3, 0), (1, 1)]

@@ -18,14 +18,14 @@ from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError, UnknownModel
 from kvferry.modelfiles import read_json
 from kvferry.settings import LeaseSettings, TransferMode
-from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
+from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, texts, tokens
 from tests.harness.serving import Alone, Pair
 from tests.harness.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
 Plain = Callable[..., list[list[int]]]
 
-PROMPTS = [text(length, 900 * length) for length in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33)]
+PROMPTS = texts((1, 2, 3, 4, 5, 8, 9, 16, 17, 33), stride=900)
 HYBRID: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "model_type": "granitemoehybrid",
