@@ -169,7 +169,7 @@ def test_two_completions_in_one_poll(prepare: Prepare) -> None:
         assert decode.report.released == {"t"}
 
 
-@twice(off=lambda core: setattr(core.decode, "_confirm", lambda *args: None))
+@twice(off=lambda core: setattr(core.decode._outgoing, "confirm", lambda *args: None))
 def test_a_full_prefix_hit_frees_prefill_at_once(prepare: Prepare) -> None:
     """R30: nothing is moved, and prefill does not wait for its lease."""
     for mode in (PULL, PUSH):
@@ -201,13 +201,13 @@ class _CountsAll(set[int]):
 
 def counts_duplicates(core: RankProtocol) -> None:
     """Notifications are counted, whoever they are."""
-    original = core.decode._ask
+    original = core.decode._outgoing.ask
 
     def ask(receive: Receive, source: Source, now_s: float) -> None:
         source.parts = _CountsAll()
         original(receive, source, now_s)
 
-    core.decode._ask = ask  # type: ignore[method-assign]
+    core.decode._outgoing.ask = ask  # type: ignore[method-assign]
 
 
 @twice(off=counts_duplicates)
@@ -308,14 +308,14 @@ def test_a_peer_that_restarts_on_the_same_address(prepare: Prepare) -> None:
 
 def never_cuts(core: RankProtocol) -> None:
     """A transfer gets all the time that it takes."""
-    original = core.decode._fail
+    original = core.decode._wind_down.fail
 
     def fail(receive: Receive, reason: str, now_s: float) -> None:
         original(receive, reason, now_s)
         receive.disconnect_s = float("inf")
         receive.report_s = float("inf")
 
-    core.decode._fail = fail  # type: ignore[method-assign]
+    core.decode._wind_down.fail = fail  # type: ignore[method-assign]
 
 
 @twice(off=never_cuts)

@@ -4,8 +4,8 @@ A holder counts from when it *sent* the renewal that was acknowledged, a grantor
 its own clock. The renewal was sent before it was received, and the holder counts `drift` less: so the holder stops
 before the grantor takes back, with no shared clock.
 
-Whether a lease has *ended* is decided elsewhere: in prefill/machine.py (`_advance`), and in decode/machine.py
-(`_start_reads`, `_wind_down`).
+Whether a lease has *ended* is decided elsewhere: in prefill/machine.py (`_advance`), in decode/machine.py
+(`_start_reads`), and in decode/wind_down.py.
 """
 
 from collections.abc import Hashable, Iterator

@@ -11,14 +11,16 @@ Life of one receive (a fetched transfer at this rank; handoff/transitions.py has
               lease and the quarantine are over.
 3. RELEASED   after FAILED, when no read of ours is in flight and every source is finished. Reported once.
 
-Every handler records what happened, then calls `_advance`: only there are failures and releases reported.
+Every handler records what happened, then calls `_advance`: only there are failures and releases reported. From the
+failure on, decode/wind_down.py decides.
 """
 
 from collections.abc import Callable, Sequence
 
-from kvferry.handoff.actions import Action, Disconnect, LayoutQueries, Peer, PostId, Send
-from kvferry.handoff.decode.messages import make_claim, make_confirm, make_drop, make_read, make_register, make_revoke
+from kvferry.handoff.actions import LayoutQueries, Peer, PostId, Send
+from kvferry.handoff.decode.outgoing import Outgoing
 from kvferry.handoff.decode.receive import Receive, Source
+from kvferry.handoff.decode.wind_down import WindDown
 from kvferry.handoff.keep_alives import KeepAlives
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
 from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed
@@ -52,21 +54,20 @@ class DecodeMachine:
         self._lease = settings.lease
         self._queries = queries
         self._ranks_of = ranks_of
-        self._num_ranks = num_ranks
-        self._whole_prefix = whole_prefix
         self._receives: dict[TransferId, Receive] = {}
         self._heartbeats = Heartbeats(settings.lease, from_decode=True)
+        self._outgoing = Outgoing(num_ranks, settings.lease.ttl_s, self._heartbeats)
+        self._wind_down = WindDown(settings.lease, self._heartbeats, self._outgoing, whole_prefix=whole_prefix)
         self._keep_alives = KeepAlives(self._heartbeats, settings.transfer.deadline_s)
         self._timers: Timers[TransferId] = Timers()
-        self._posts: dict[PostId, tuple[Receive, Source]] = {}
-        self._num_posts = 0
-        self.actions: list[Action] = []
+        self.actions = self._outgoing.actions
         self.landed: list[Landed] = []
-        self.failed: list[Failed] = []
+        self.failed = self._wind_down.failed
         self.released: list[TransferId] = []
         self.silent: list[Peer] = []
         """Peers that gave no sign of life during a hand-off; the caller takes them."""
-        self.num_expired = self.num_ignored = 0
+        self.num_ignored = 0
+        self._num_silent = 0
 
     # ---- orders of our engine
 
@@ -92,13 +93,13 @@ class DecodeMachine:
         self._receives[order.transfer] = receive
         for peer in peers:
             if not len(order.wanted) or not self._queries.owes(peer):
-                self._confirm(receive, peer)
+                self._outgoing.confirm(receive, peer)
                 continue
             source = receive.sources[peer.rank] = Source(peer, alive_at_s=now_s, asked_s=now_s)
             source.arrived_to = source.cutter.next_token = order.wanted.start
             if receive.pull:
                 self._heartbeats.add(peer, order.transfer, now_s)
-            self._ask(receive, source, now_s)
+            self._outgoing.ask(receive, source, now_s)
         if not receive.sources:
             self._land(receive, now_s)
         self._advance(receive, now_s)
@@ -110,7 +111,7 @@ class DecodeMachine:
             return
         self._keep_alives.end(order.transfer)
         for peer in self._ranks_of(order.engine, order.incarnation) or ():
-            self.actions.append(Send(peer, make_drop(order.transfer, peer, self._num_ranks, order.reason)))
+            self._outgoing.drop(order.transfer, peer, order.reason)
 
     def cancel_all(self, reason: str, now_s: float) -> None:
         """Cancels everything that is open."""
@@ -133,7 +134,9 @@ class DecodeMachine:
         source.lease_s = self._heartbeats.held_s(source.acked_s, source.ttl_s)
         wanted = receive.fetch.wanted
         if message.start > wanted.start:
-            self._fail(receive, f"prefill has tokens from {message.start}, {wanted.start} was asked for", now_s)
+            self._wind_down.fail(
+                receive, f"prefill has tokens from {message.start}, {wanted.start} was asked for", now_s
+            )
         else:
             receive.grant(source, now_s)
             self._heartbeats.add(peer, receive.fetch.transfer, now_s, message.ttl_s)
@@ -153,7 +156,7 @@ class DecodeMachine:
         if message.owes:
             self._record_part(receive, source, message, now_s)
         else:
-            self._fail(receive, f"prefill rank {peer.rank} says that it has nothing for us", now_s)
+            self._wind_down.fail(receive, f"prefill rank {peer.rank} says that it has nothing for us", now_s)
         self._advance(receive, now_s)
 
     def on_fail(self, peer: Peer, message: Fail, now_s: float) -> None:
@@ -164,7 +167,7 @@ class DecodeMachine:
         if source.state is not SourceState.DONE:
             if message.quiet and not receive.pull:
                 SOURCE.move(source, SourceEvent.STOP)
-            self._fail(receive, message.reason, now_s)
+            self._wind_down.fail(receive, message.reason, now_s)
             self._advance(receive, now_s)
 
     def on_stopped(self, peer: Peer, message: Stopped, now_s: float) -> None:
@@ -174,7 +177,7 @@ class DecodeMachine:
         receive, source = found
         if source.state is not SourceState.DONE and not receive.pull:
             SOURCE.move(source, SourceEvent.STOP)
-            self._fail(receive, "prefill has stopped", now_s)
+            self._wind_down.fail(receive, "prefill has stopped", now_s)
             self._advance(receive, now_s)
 
     def on_renew(self, peer: Peer, message: Renew, now_s: float) -> None:
@@ -212,7 +215,7 @@ class DecodeMachine:
                 self._start_reads(receive, source, now_s, renew=False)
             elif source.state is SourceState.ACTIVE:
                 source.acked_s = source.lease_s = -_NEVER
-                self._fail(receive, "prefill has ended the grant", now_s)
+                self._wind_down.fail(receive, "prefill has ended the grant", now_s)
                 self._advance(receive, now_s)
 
     # ---- what the driver reports
@@ -228,10 +231,9 @@ class DecodeMachine:
         num_runs: int = 0,
     ) -> bool:
         """A read of ours has ended. False: it is not one of ours."""
-        if (key := self._posts.pop(post, None)) is None:
+        if (found := self._outgoing.read_ended(post)) is None:
             return False
-        receive, source = key
-        part = source.in_flight.pop(post)
+        receive, source, part = found
         receive.num_bytes, receive.num_runs = receive.num_bytes + num_bytes, receive.num_runs + num_runs
         if source.disconnected:
             source.safe_s = now_s + self._lease.quarantine_s
@@ -239,9 +241,9 @@ class DecodeMachine:
             source.todo.appendleft(part)
             self._start_reads(receive, source, now_s)
         elif error is not None:
-            self._fail(receive, f"a read failed: {error}", now_s)
+            self._wind_down.fail(receive, f"a read failed: {error}", now_s)
         elif now_s >= source.lease_s:
-            self._fail(receive, "the lease ended while a read was in flight", now_s)
+            self._wind_down.fail(receive, "the lease ended while a read was in flight", now_s)
         else:
             source.arrive(part.tokens.start, part.tokens.stop)
             moved = source.cutter.finished and not source.todo and not source.in_flight
@@ -263,7 +265,7 @@ class DecodeMachine:
             if source is not None and source.peer == peer and not source.finished:
                 source.disconnected |= bool(source.in_flight)
                 source.dead |= dead
-                self._fail(receive, f"prefill rank {peer.rank} is gone: {reason}", now_s)
+                self._wind_down.fail(receive, f"prefill rank {peer.rank} is gone: {reason}", now_s)
                 self._advance(receive, now_s)
 
     def tick(self, now_s: float) -> None:
@@ -280,6 +282,11 @@ class DecodeMachine:
         return first_of(self._timers.next_s(), self._keep_alives.next_s(), self._heartbeats.next_s())
 
     @property
+    def num_expired(self) -> int:
+        """The number of leases that ended without a sign of life from the peer."""
+        return self._num_silent + self._wind_down.num_expired
+
+    @property
     def num_open(self) -> int:
         """The number of receives whose blocks are not the engine's yet."""
         return len(self._receives)
@@ -289,7 +296,7 @@ class DecodeMachine:
         """The number of blocks of failed and cancelled receives, which a peer might still write to."""
         return sum(one.num_blocks for one in self._receives.values() if one.state is not ReceiveState.OPEN)
 
-    # ---- messages to prefill ranks, and reads
+    # ---- what is found, and read
 
     def _lookup(self, peer: Peer, transfer: str) -> tuple[Receive, Source] | None:
         receive = self._receives.get(TransferId(transfer))
@@ -300,24 +307,6 @@ class DecodeMachine:
         self.num_ignored += (found := self._lookup(peer, transfer)) is None
         return found
 
-    def _ask(self, receive: Receive, source: Source, now_s: float) -> None:
-        """Claims or registers; called again while no answer comes."""
-        source.asked_s = now_s
-        fetch, peer = receive.fetch, source.peer
-        if receive.pull:
-            seq = self._heartbeats.note_sent(peer, fetch.transfer, now_s)
-            self.actions.append(Send(peer, make_claim(fetch, peer, self._num_ranks, seq)))
-        else:
-            self.actions.append(Send(peer, make_register(fetch, peer, self._num_ranks, self._lease.ttl_s)))
-
-    def _confirm(self, receive: Receive, peer: Peer) -> None:
-        self.actions.append(Send(peer, make_confirm(receive.fetch.transfer, peer, self._num_ranks)))
-
-    def _revoke(self, receive: Receive, source: Source, now_s: float) -> None:
-        source.asked_s = now_s
-        revoke = make_revoke(receive.fetch.transfer, source.peer, self._num_ranks, receive.reason)
-        self.actions.append(Send(source.peer, revoke))
-
     def _start_reads(self, receive: Receive, source: Source, now_s: float, *, renew: bool = True) -> None:
         """Pull: starts the reads that our lease covers. `renew`: asks for a longer lease if that is not all."""
         while source.todo and receive.state is ReceiveState.OPEN and source.state is SourceState.ACTIVE:
@@ -325,12 +314,7 @@ class DecodeMachine:
                 if renew:
                     self._heartbeats.renew_now(source.peer, receive.fetch.transfer, now_s)
                 return
-            part = source.todo.popleft()
-            self._num_posts += 1
-            post = PostId(2 * self._num_posts + 1)
-            source.in_flight[post] = part
-            self._posts[post] = (receive, source)
-            self.actions.append(make_read(receive.fetch, source, part, post))
+            self._outgoing.read(receive, source, source.todo.popleft())
 
     # ---- parts, and the end of a receive
 
@@ -343,7 +327,7 @@ class DecodeMachine:
             return
         if message.parts and message.start > receive.fetch.wanted.start:
             SOURCE.move(source, SourceEvent.STOP)
-            self._fail(receive, f"prefill has tokens from {message.start} only", now_s)
+            self._wind_down.fail(receive, f"prefill has tokens from {message.start} only", now_s)
         else:
             self._complete_source(receive, source, now_s)
 
@@ -361,17 +345,17 @@ class DecodeMachine:
                 receive.arrived = TokenRange(start, start)
                 if not receive.pull:
                     SOURCE.move(source, SourceEvent.STOP)
-                self._fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
+                self._wind_down.fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
                 return
             receive.verified_cells += cells
         SOURCE.move(source, SourceEvent.COMPLETE)
         source.arrived_to = max(stop, start)
-        self._confirm(receive, source.peer)
+        self._outgoing.confirm(receive, source.peer)
         if receive.pull:
             self._heartbeats.remove(source.peer, fetch.transfer)
         if all(other.state is SourceState.DONE for other in receive.sources.values()):
             if len({other.ready_stop for other in receive.sources.values()}) > 1:
-                self._fail(receive, "prefill ranks disagree on how many tokens there are", now_s)
+                self._wind_down.fail(receive, "prefill ranks disagree on how many tokens there are", now_s)
             else:
                 self._land(receive, now_s)
 
@@ -388,27 +372,9 @@ class DecodeMachine:
 
     def _cancel(self, receive: Receive, reason: str, now_s: float) -> None:
         """Ends a receive of which the engine gets no report but the release of its blocks."""
-        self._fail(receive, reason, now_s)
+        self._wind_down.fail(receive, reason, now_s)
         RECEIVE.move(receive, ReceiveEvent.CANCEL)
         self._advance(receive, now_s)
-
-    def _fail(self, receive: Receive, reason: str, now_s: float) -> None:
-        """Ends a receive without its bytes; only the first failure counts.
-
-        Starts nothing new, and revokes what prefill may write. What is in flight is waited for, in `_advance`.
-        """
-        if receive.state is not ReceiveState.OPEN:
-            return
-        RECEIVE.move(receive, ReceiveEvent.FAIL)
-        receive.reason = reason
-        receive.disconnect_s = now_s + self._lease.quarantine_s
-        receive.report_s = min(receive.disconnect_s, max(receive.deadline_s, now_s))
-        for source in receive.sources.values():
-            source.todo.clear()
-            if not receive.pull and source.state is not SourceState.DONE:
-                self._revoke(receive, source, now_s)
-                if source.state is SourceState.WAITING:
-                    SOURCE.move(source, SourceEvent.STOP)  # it never had a lease: it cannot have written
 
     # ---- time
 
@@ -418,7 +384,11 @@ class DecodeMachine:
         if receive.state is ReceiveState.OPEN:
             due_s = self._watch(receive, now_s)
         if receive.state in (ReceiveState.FAILING, ReceiveState.FAILED):
-            due_s = self._wind_down(receive, now_s)
+            due_s = self._wind_down.advance(receive, now_s)
+        if receive.state is ReceiveState.RELEASED:
+            self._forget(receive)
+            self.released.append(receive.fetch.transfer)
+            return
         if due_s < _NEVER:
             self._timers.set(receive.fetch.transfer, due_s)
 
@@ -427,74 +397,23 @@ class DecodeMachine:
         ttl_s, again_s = self._lease.ttl_s, self._lease.renew_every_s
         due_s = receive.deadline_s
         if now_s >= receive.deadline_s:
-            self._fail(receive, f"it has not ended {receive.fetch.deadline_s:g} s after it began", now_s)
+            self._wind_down.fail(receive, f"it has not ended {receive.fetch.deadline_s:g} s after it began", now_s)
             return _NEVER
         for source in receive.sources.values():
             if source.finished:
                 continue
             if now_s >= source.alive_at_s + ttl_s:
-                self.num_expired += 1
+                self._num_silent += 1
                 self.silent.append(source.peer)
-                self._fail(receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s)
+                self._wind_down.fail(
+                    receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s
+                )
                 return _NEVER
             due_s = min(due_s, source.alive_at_s + ttl_s)
             if source.state is SourceState.WAITING:
                 if now_s >= source.asked_s + again_s:
                     if receive.pull:
                         self._heartbeats.add(source.peer, receive.fetch.transfer, now_s)
-                    self._ask(receive, source, now_s)
+                    self._outgoing.ask(receive, source, now_s)
                 due_s = min(due_s, source.asked_s + again_s)
         return due_s
-
-    def _wind_down(self, receive: Receive, now_s: float) -> float:
-        """Reports a failed receive, and releases it when every source is finished. Returns when to look again."""
-        fetch, due_s = receive.fetch, _NEVER
-        num_reading = num_finished = 0
-        for source in receive.sources.values():
-            if source.in_flight:
-                num_reading += 1
-                if now_s >= receive.disconnect_s and not source.disconnected:
-                    source.disconnected = True
-                    self.actions.append(Disconnect(source.peer))
-            elif not source.finished:
-                wind_down = self._wind_down_reader if receive.pull else self._wind_down_writer
-                due_s = min(due_s, wind_down(receive, source, now_s))
-            num_finished += source.finished
-        if receive.state is ReceiveState.FAILING and (not num_reading or now_s >= receive.report_s):
-            RECEIVE.move(receive, ReceiveEvent.REPORT)
-            arrived = receive.what_arrived(whole_prefix=self._whole_prefix)
-            self.failed.append(Failed(fetch.transfer, fetch.request, receive.reason, arrived))
-        if num_finished == len(receive.sources):
-            RECEIVE.move(receive, ReceiveEvent.RELEASE)
-            self._forget(receive)
-            self.released.append(fetch.transfer)
-            return _NEVER
-        if num_reading:
-            if receive.state is ReceiveState.FAILING:
-                due_s = min(due_s, receive.report_s)
-            if now_s < receive.disconnect_s:
-                due_s = min(due_s, receive.disconnect_s)
-        return due_s
-
-    def _wind_down_reader(self, receive: Receive, source: Source, now_s: float) -> float:
-        """Pull: drops the claim on one source that we do not read any more. Returns when to look again."""
-        if now_s < source.safe_s:
-            return source.safe_s
-        SOURCE.move(source, SourceEvent.STOP)
-        transfer, peer = receive.fetch.transfer, source.peer
-        self.actions.append(Send(peer, make_drop(transfer, peer, self._num_ranks, receive.reason)))
-        self._heartbeats.remove(peer, transfer)
-        return _NEVER
-
-    def _wind_down_writer(self, receive: Receive, source: Source, now_s: float) -> float:
-        """Push: waits for one source to stop, and gives it up when its lease is over. Returns when to look again."""
-        if not source.disconnected and now_s >= source.quiet_s(self._lease):
-            source.give_up(now_s, self._lease)
-            self.num_expired += 1
-            self.actions.append(Disconnect(source.peer))
-        if now_s >= (ends_s := source.quiet_s(self._lease)):
-            SOURCE.move(source, SourceEvent.STOP)
-            return _NEVER
-        if now_s >= source.asked_s + self._lease.renew_every_s:
-            self._revoke(receive, source, now_s)
-        return min(ends_s, source.asked_s + self._lease.renew_every_s)

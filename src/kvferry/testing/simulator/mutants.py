@@ -67,7 +67,7 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
     """Decode frees the blocks when the first prefill rank has failed; its siblings may still write or be read."""
     decode = core.decode
 
-    def wind_down(original: Callable[..., float], receive: Any, now_s: float) -> float:
+    def advance(original: Callable[..., float], receive: Any, now_s: float) -> float:
         if any(source.finished for source in receive.sources.values()):
             for source in receive.sources.values():
                 source.in_flight.clear()
@@ -75,13 +75,13 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
         return original(receive, now_s)
 
     def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
-        key = decode._posts.get(post)
+        key = decode._outgoing._reads.get(post)
         if key is not None and post not in key[1].in_flight:
-            del decode._posts[post]
+            del decode._outgoing._reads[post]
             return True
         return original(post, *args, **kwargs)
 
-    _patch(decode, "_wind_down", wind_down)
+    _patch(decode._wind_down, "advance", advance)
     _patch(decode, "completed", completed)
 
 
@@ -90,11 +90,11 @@ def completion_overwrites(core: RankProtocol) -> None:
     decode = core.decode
 
     def completed(original: Callable[..., bool], post: Any, error: str | None, *args: Any, **kwargs: Any) -> bool:
-        key = decode._posts.get(post)
+        key = decode._outgoing._reads.get(post)
         if key is None:
             return original(post, error, *args, **kwargs)
         if post not in key[1].in_flight:
-            del decode._posts[post]
+            del decode._outgoing._reads[post]
             return True
         if error is None:
             key[1].in_flight = {post: key[1].in_flight[post]}
@@ -208,9 +208,9 @@ def abort_releases_at_once(core: RankProtocol) -> None:
             decode._advance(receive, now_s)
 
     def completed(original: Callable[..., bool], post: Any, *args: Any, **kwargs: Any) -> bool:
-        key = decode._posts.get(post)
+        key = decode._outgoing._reads.get(post)
         if key is not None and post not in key[1].in_flight:
-            del decode._posts[post]
+            del decode._outgoing._reads[post]
             return True
         return original(post, *args, **kwargs)
 

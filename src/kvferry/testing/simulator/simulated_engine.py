@@ -97,7 +97,7 @@ class SimEngine:
                 raise Violation("I3", f"{rank.name} keeps {[*core.prefill._grants, *core.decode._receives]}")
             if (
                 core.prefill._posts
-                or core.decode._posts
+                or core.decode._outgoing.num_open_reads
                 or core.prefill._heartbeats._beats
                 or core.decode._heartbeats._beats
             ):
