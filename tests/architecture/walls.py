@@ -128,7 +128,8 @@ ROOMS: Mapping[str, set[str]] = {
     "router.context": ROUTER_UPSTREAM | {"router.observe"},
     "router.answer": ROUTER_UPSTREAM | {"router.client_body"},
     "router.dispatch": ROUTER_DISPATCH,
-    "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch"},
+    "router.draining": ROUTER_DISPATCH | {"router.dispatch"},
+    "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch", "router.draining"},
     "testing": BELOW_HANDOFF
     | {"transport.base", "transport.registry", "transport.memory"}
     | CONNECTOR
@@ -180,6 +181,7 @@ MAX_MODULES = 16
 MAY_OCCUR_TWICE: Mapping[str, str] = {
     "app": "an HTTP application",
     "base": "the port of its room",
+    "draining": "the drain of a server",
     "engine": "an engine, or the object that stands for one",
     "facts": "the facts of an engine: the records, and the command that shows them",
     "machine": "the two state machines of a hand-off",

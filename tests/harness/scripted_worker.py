@@ -169,12 +169,12 @@ async def fleet(*workers: "Worker | VllmServer", settings: RouterSettings = FAST
             await worker.stop()
 
 
-def refusing(status: int, message: str = "no room") -> Script:
+def refusing(status: int, message: str = "no room", code: str | None = None) -> Script:
     """Always this status, with an OpenAI error body."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         return web.json_response(
-            {"error": {"message": message, "type": "x", "param": None, "code": None}}, status=status
+            {"error": {"message": message, "type": "x", "param": None, "code": code}}, status=status
         )
 
     return script

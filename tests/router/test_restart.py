@@ -14,6 +14,7 @@ from aiohttp import web
 
 from kvferry.router.app import Router
 from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.worker import Source
 from kvferry.router.fleet.worker import Worker as RouterWorker
 from kvferry.router.settings import RouterSettings
@@ -215,7 +216,7 @@ async def test_an_error_without_a_text_has_a_cause_all_the_same(role: str, body:
 @pytest.mark.parametrize("reason", ["", " "])
 def test_a_failure_always_says_why(reason: str) -> None:
     worker = RouterWorker("http://h:1", Role.DECODE)
-    assert str(WorkerFailed(worker, reason, reached=True)).endswith("has failed and gave no reason")
+    assert str(WorkerFailed(worker, reason, Outcome.SERVER_ERROR)).endswith("has failed and gave no reason")
 
 
 async def test_a_connection_that_fails_without_a_text_says_what_kind_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

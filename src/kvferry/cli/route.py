@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Routes until SIGINT or SIGTERM."""
+    """Routes until SIGINT, or until a drain has ended; SIGTERM begins a drain."""
     die_with_supervisor()
     check_ready_file(args.ready_file)
     router = Router(
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             "routing url=%s prefill=%d decode=%d", listener.url, len(router.fleet.prefill), len(router.fleet.decode)
         )
         announce(args.ready_file, url=listener.url)
-        await serve_until_signal(listener)
+        await serve_until_signal(listener, router.draining)
 
     run_event_loop(main())
     return ExitCode.OK

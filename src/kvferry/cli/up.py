@@ -24,6 +24,7 @@ from kvferry.cli.support.worker_flags import (
 )
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
+from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener, announce, check_ready_file
 
 __all__ = ["FleetPlan", "add_arguments", "run", "show_addresses", "start_fleet"]
@@ -94,6 +95,8 @@ class FleetPlan:
     host: str = "127.0.0.1"
     port: int = 0
     start_timeout_s: float = 600.0
+    drain_timeout_s: float = RouterSettings().drain_timeout_s
+    """How long the router has, when the fleet ends, for the requests that are open."""
 
     @property
     def _threads(self) -> tuple[str, ...]:
@@ -117,7 +120,7 @@ class FleetPlan:
         argv = ["route", "--host", self.host, "--port", str(self.port), *self.router_argv]
         for child in workers:
             argv += ["--prefill" if child.spec.name.startswith("prefill") else "--decode", child.url]
-        return ChildSpec("router", tuple(argv))
+        return ChildSpec("router", tuple(argv), self.drain_timeout_s)
 
 
 async def start_fleet(supervisor: Supervisor, plan: FleetPlan, terminal: Terminal) -> tuple[list[Child], Child]:
@@ -161,6 +164,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         router_argv=tuple(router_argv(args)),
         prefill_ranks=(prefill.tp, prefill.pp), decode_ranks=(decode.tp, decode.pp),
         host=args.host, port=args.port, start_timeout_s=args.start_timeout,
+        drain_timeout_s=args.router_drain_timeout_s,
     )  # fmt: skip
     return asyncio.run(_up(plan, args))
 
@@ -194,7 +198,7 @@ async def _up(plan: FleetPlan, args: argparse.Namespace) -> ExitCode:
             loop.add_signal_handler(number, interrupt)
         with contextlib.suppress(asyncio.CancelledError):
             return await running
-        terminal.note("ending everything; once more to kill")
+        terminal.note("ending everything, open requests first; once more to kill")
     terminal.note("all processes have ended")
     return ExitCode.OK
 

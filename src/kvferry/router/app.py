@@ -15,6 +15,7 @@ from kvferry.errors import ConfigError, FerryError
 from kvferry.router.client_body import ClientBody
 from kvferry.router.context import RouterContext
 from kvferry.router.dispatch import Dispatch
+from kvferry.router.draining import RouterDraining
 from kvferry.router.fleet.admission import Admission
 from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
 from kvferry.router.fleet.etcd_watch import EtcdFleet
@@ -117,7 +118,8 @@ class Router:
             worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
         )  # fmt: skip
         self._view = FleetView(fleet=self.fleet, admission=admission, settings=settings, cost=cost, alarm=alarm)
-        middlewares = [error_middleware(lambda: secrets.token_hex(16), ", /ui")]
+        self.draining = RouterDraining(settings.drain_timeout_s)
+        middlewares = [self.draining.middleware, error_middleware(lambda: secrets.token_hex(16), ", /ui")]
         if files.api_keys:
             middlewares.append(key_middleware(read_keys(files.api_keys), _OPEN_PATHS))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
@@ -126,6 +128,7 @@ class Router:
         self.observers.add(self.timelines)
         self._tracing: Tracing | None = None
         self.app.on_startup.append(self._on_startup)
+        self.app.on_shutdown.append(self.draining.on_shutdown)
         self.app.on_cleanup.append(self._on_cleanup)
         self.app.add_routes(
             [
@@ -198,7 +201,9 @@ class Router:
                     number, "arrived", request_id=request_id_of(request), path=request.path, stream=int(body.stream),
                     traceparent=request.headers.get("traceparent", ""),
                 )  # fmt: skip
+            self.draining.check()  # after the body was read, so that the client reads the answer
             dispatch = Dispatch(self.context, request, body, number)
+            self.draining.opened(dispatch)
             response = await dispatch.run()
             status = response.status
         except FerryError as error:
@@ -208,6 +213,8 @@ class Router:
             status = error.status
             raise
         finally:
+            if dispatch is not None:
+                self.draining.closed(dispatch)
             self._metrics.on_end(request.path, status)
             if self.observers:
                 served = {} if dispatch is None else dispatch.served
@@ -220,8 +227,10 @@ class Router:
         return _json({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
-        """Answers 200 while requests are served, even without hand-offs (`degraded`), else 503 with the reasons."""
+        """Answers 200 while requests are taken, even without hand-offs (`degraded`), else 503 with the reasons."""
         status, reason = self._view.health(time.monotonic())
+        if self.draining.begun:
+            status, reason = "unavailable", "draining"
         return _json({"status": status, "reason": reason}, 503 if status == "unavailable" else 200)
 
     async def _get_metrics(self, _: web.Request) -> web.Response:

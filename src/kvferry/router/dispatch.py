@@ -36,6 +36,8 @@ from kvferry.router.answer.reply import Reply
 from kvferry.router.client_body import ClientBody, PrefillAnswer, check_choices
 from kvferry.router.context import RouterContext
 from kvferry.router.fleet.failures import FailedAttempts, WorkerFailed
+from kvferry.router.fleet.outcomes import Outcome
+from kvferry.router.fleet.pair_records import Pair
 from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.worker import BlockReservation, Worker
 from kvferry.router.handoff_params import (
@@ -54,8 +56,6 @@ from kvferry.web.records import header_value
 __all__ = ["Dispatch"]
 
 logger = logging.getLogger(__name__)
-
-_OVERLOADED = 503
 
 
 class _Answered(Exception):  # not an error: it unwinds to the answer
@@ -88,12 +88,15 @@ class Dispatch:
         self._reservation: BlockReservation | None = None
         self._begun = False
         self._prefilled_s: float | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._cut: ApiError | None = None
         self.served: dict[str, Field] = {}
         """How the request was served, as far as it is known; for observers."""
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer to the client. Raises ApiError if no worker can give one."""
         check_choices(self._body)
+        self._task = asyncio.current_task()
         try:
             if self._body.max_tokens == 1 and self._body.indivisible_reason is None:
                 await self._one_token()
@@ -104,8 +107,21 @@ class Dispatch:
             if not self._reply.started:
                 raise
             return await self._reply.fail(error)
+        except asyncio.CancelledError:
+            if self._cut is None or self._task is None or self._task.uncancel():
+                raise  # the client has hung up
+            if not self._reply.started:
+                raise self._cut from None
+            return await self._reply.fail(self._cut)
         finally:
+            self._task = None
             self._give_up("no decode worker took it")
+
+    def cut(self, error: ApiError) -> None:
+        """Ends the request with an error, if it is still running. Called on the event loop; never blocks."""
+        if self._task is not None and self._cut is None:
+            self._cut = error
+            self._task.cancel()
 
     # ---- decode ----
 
@@ -131,7 +147,7 @@ class Dispatch:
                         outcome = self._decode_only(decode)
                     return await self._decode(decode, outcome)
                 except WorkerFailed as failure:
-                    self._note(failure, "decode" if failure.worker is decode else "prefill")
+                    self._note(failure, None if prefill is None else self._fleet.pairs.of(prefill, decode))
                     keep = self._reply.started and outcome is not None
                     if outcome is not None and not keep and (failure.reached or outcome.params is None):
                         outcome = None  # decode may have claimed the grant, so a new dispatch gets a new transfer id
@@ -214,7 +230,7 @@ class Dispatch:
             self._reservation.began_s = now_s
         recomputed = _recomputed(headers)
         if status < 400:
-            worker.breaker.succeeded()
+            self._note_served(worker)
             if not recomputed:
                 self._offer = None
         self.served |= {
@@ -230,10 +246,9 @@ class Dispatch:
             return
         pair = self._fleet.pairs.of(prefill, worker)
         if recomputed:
-            pair.failed += 1
-            pair.last_reason = headers.get("x-kvferry-why", "")
-            self._context.alarm.note(now_s, pair.last_reason)
-            if pair.breaker.failed(now_s, pair.last_reason):
+            reason = headers.get("x-kvferry-why", "")
+            self._context.alarm.note(now_s, reason)
+            if pair.fail(now_s, reason):
                 logger.warning(
                     "pair left alone prefill=%s decode=%s cause=%s", prefill.name, worker.name, pair.last_reason
                 )
@@ -269,6 +284,7 @@ class Dispatch:
         if stopped and self._body.num_choices == 1 and not is_vllm:
             self._metrics.on_route("prefill")
             self._offer = None
+            self._note_served(prefill)
             headers = self._served_by("prefill", prefill, None, "")
             raise _Answered(await from_prefill(self._reply, self._body, raw, headers))
         if answer.params is None:
@@ -279,7 +295,7 @@ class Dispatch:
         try:
             params = read_params(answer.params)
         except MalformedMessage as error:
-            raise WorkerFailed(prefill, f"returned {error}", reached=True) from error
+            raise WorkerFailed(prefill, f"returned {error}", Outcome.UNREADABLE) from error
         if is_vllm:
             prefill.learn(identity_in(params))
         if params.first_token is not None and decode.can("first-token"):
@@ -319,7 +335,7 @@ class Dispatch:
         try:
             answer = msgspec.json.decode(raw, type=PrefillAnswer)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise WorkerFailed(prefill, f"gave an answer that cannot be read: {error}", reached=True) from error
+            raise WorkerFailed(prefill, f"gave an answer that cannot be read: {error}", Outcome.UNREADABLE) from error
         prefill.breaker.succeeded()
         self._prefilled_s = time.monotonic()
         self._emit("prefill.answered", worker=prefill.name, status=200)
@@ -352,7 +368,7 @@ class Dispatch:
             try:
                 raise _Answered(await self._relay(prefill, self._body.plain(), headers, "prefill"))
             except WorkerFailed as failure:
-                self._note(failure, "prefill")
+                self._note(failure)
 
     # ---- push ----
 
@@ -388,7 +404,7 @@ class Dispatch:
             before, now = prefill.learned, identity_in(params)
             prefill.learn(now)
             if before is not None and (before.engine, before.port) != (now.engine, now.port):
-                raise WorkerFailed(prefill, "has restarted: decode waits for another process", reached=True)
+                raise WorkerFailed(prefill, "has restarted: decode waits for another process", Outcome.RESTARTED)
         # If the hand-off fails, decode samples a token of its own: only a greedy one is the same again.
         if decode.can("first-token") and self._body.greedy and not self._begun:
             finish = answer.choices[0].finish_reason if answer.choices else None
@@ -436,28 +452,30 @@ class Dispatch:
         if self._context.observers:
             self._context.observers.emit(self._number, name, **fields)
 
-    def _note(self, failure: WorkerFailed, stage: str) -> None:
-        worker = failure.worker
-        self._failed.failures.append(failure)
-        if stage == "decode":
-            self._failed.decode[worker] = time.monotonic()
-        else:
-            self._failed.prefill.add(worker)
-        if stage == "prefill" and (failure.answered or not failure.reached):
+    def _note(self, failure: WorkerFailed, pair: Pair | None = None) -> None:
+        """Notes a failed attempt. Raises ApiError if no other worker may be tried."""
+        worker, stage = failure.worker, str(failure.worker.assigned_role)
+        if self._failed.note(failure, time.monotonic(), pair):
+            logger.warning("worker left alone peer=%s cause=%s", worker.name, failure)
+        if stage == "prefill" and (failure.consequence.reported or not failure.reached):
             self._offer = None  # it has offered nothing
         elif stage == "prefill":
             self._give_up(str(failure))
-        worker.num_failures += 1
-        if failure.status != _OVERLOADED and worker.breaker.failed(time.monotonic(), str(failure)):
-            logger.warning("worker left alone peer=%s cause=%s", worker.name, failure)
         self._metrics.on_failure(worker.url, stage)
         self._emit("failed", worker=worker.name, stage=stage, cause=str(failure))
         logger.warning(
-            "worker failed request=%s peer=%s stage=%s cause=%s", request_id_of(self._request), worker.name, stage,
-            failure,
+            "worker failed request=%s peer=%s stage=%s outcome=%r cause=%s", request_id_of(self._request), worker.name,
+            stage, str(failure.outcome), failure,
         )  # fmt: skip
         if not failure.reached:
-            self._fleet.mark_down(worker, str(failure))
+            self._fleet.mark_down(worker, failure.reason)
+        self._failed.check_retry()
+
+    def _note_served(self, worker: Worker) -> None:
+        """Notes that a worker serves the request."""
+        worker.breaker.succeeded()
+        for failed in self._failed.served(worker, time.monotonic()):
+            logger.warning("worker left alone peer=%s cause=%s", failed.name, failed.breaker.reason)
 
 
 def _recomputed(headers: Mapping[str, str]) -> bool:

@@ -7,6 +7,10 @@ from kvferry.errors import ConfigError
 
 __all__ = ["FirstToken", "PolicyName", "RouterSettings"]
 
+_MAY_BE_ZERO = frozenset(
+    {"hung_after_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered", "drain_timeout_s"}
+)
+
 
 class PolicyName(StrEnum):
     """How one of several workers is chosen (router.fleet.policies)."""
@@ -106,6 +110,10 @@ class RouterSettings:
     max_registered: int = 1024
     """The largest number of workers that can register."""
 
+    drain_timeout_s: float = 30.0
+    """Seconds for which the router, after SIGTERM, lets open requests end; then it cuts them with an error event (a
+    stream) or 503. With 0 it cuts them at once."""
+
     max_body_bytes: int = 32 << 20
     """The size in bytes of the longest request body; a longer one gets 413."""
 
@@ -117,7 +125,7 @@ class RouterSettings:
             elif name == "local_below":
                 if value != "auto" and not (value.isascii() and value.isdigit() and len(value) < 10):
                     raise ConfigError(f"router.{name}={value!r} must be a number of tokens, or 'auto'")
-            elif name in ("hung_after_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered"):
+            elif name in _MAY_BE_ZERO:
                 if not value >= 0:
                     raise ConfigError(f"router.{name}={value!r} must be 0 or above")
             elif not value > 0:

@@ -12,7 +12,10 @@ import pytest
 
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.errors import FerryError
+from tests.harness.scripted_worker import STREAM, a_decode, decode_script
 from tests.harness.until import until, until_async
+from tests.router.test_dispatch import BODY, post
+from tests.router.test_draining import held
 
 pytestmark = pytest.mark.process
 
@@ -89,6 +92,29 @@ async def test_a_child_that_does_not_end_is_killed_at_the_second_asking(lines: L
         os.kill(child.process.pid, signal.SIGSTOP)  # cannot answer SIGTERM
         boss.hurry()
     assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_a_child_that_drains_is_ended_first_and_has_its_time(lines: Lines) -> None:
+    """As the router of `kvferry up`: the open stream needs the workers, which must not be ended before it."""
+    go_on = asyncio.Event()
+    worker = a_decode(script=held(go_on, decode_script, STREAM[:34]))
+    await worker.start()
+    spec = ChildSpec("router", ("route", "--decode", worker.url, "--port", "0"), 30.0)
+    async with supervisor(lines) as boss:
+        router, other = [await boss.start(one) for one in (spec, ChildSpec("other", ROUTE))]
+        await boss.wait_ready([router, other], 30)
+        asking = asyncio.create_task(post(router.url, {**BODY, "stream": True}))
+        await until_async(lambda: bool(worker.asked))
+        ending = asyncio.create_task(boss.stop())
+        await until_async(lambda: any("draining cause=SIGTERM" in line for _, line in lines))
+        assert other.process.returncode is None
+        go_on.set()
+        assert (await asking)[1] == STREAM
+        await ending
+    assert [child.process.returncode for child in (router, other)] == [0, 0]
+    ended = [name for name, line in lines if "stopping url=" in line]
+    assert ended == ["router", "other"]
+    await worker.stop()
 
 
 PARENT = """

@@ -1,7 +1,8 @@
 """Writes the reference pages that are made from code (`make docs`).
 
-compatibility.md is made from the table of facts, settings.md from the settings classes, and the state diagrams of
-life-of-a-handoff.md from the tables of legal moves. A test checks that the committed pages are up to date.
+compatibility.md is made from the table of facts, settings.md from the settings classes, the state diagrams of
+life-of-a-handoff.md from the tables of legal moves, and the table in route.md from the router's table of outcomes. A
+test checks that the committed pages are up to date.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from kvferry.handshake.fact import FactKind, FactSpec
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import verdict
+from kvferry.router.fleet.outcomes import outcome_table
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role, TransferMode
 from kvferry.wire.versions import HISTORY
@@ -34,12 +36,14 @@ from kvferry.wire.versions import HISTORY
 __all__ = [
     "HANDOFF_PAGE",
     "PAGES",
+    "ROUTE_PAGE",
     "SETTINGS",
     "compatibility_page",
     "field_texts",
     "flag_of",
     "handoff_page",
     "main",
+    "route_page",
     "settings_page",
     "with_diagrams",
 ]
@@ -251,6 +255,7 @@ def _default(field: "dataclasses.Field[object]") -> str:
 
 
 HANDOFF_PAGE = "explanation/life-of-a-handoff.md"
+ROUTE_PAGE = "how-to/route.md"
 _DOCS = Path(__file__).parents[4] / "docs"
 _BEGIN, _END = "<!-- Made by `make docs` from kvferry.handoff.transitions: {name}. -->", "<!-- End of {name}. -->"
 
@@ -276,10 +281,19 @@ def handoff_page() -> str:
     return with_diagrams((_DOCS / HANDOFF_PAGE).read_text())
 
 
+def route_page() -> str:
+    """Returns docs/how-to/route.md, as it is but for its table of outcomes."""
+    text = (_DOCS / ROUTE_PAGE).read_text()
+    begin, end = "<!-- Made by `make docs` from kvferry.router.fleet.outcomes. -->", "<!-- End of outcomes. -->"
+    region = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    return region.sub(_always(f"{begin}\n\n{outcome_table()}\n\n{end}"), text)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compatibility.md": compatibility_page,
     "reference/settings.md": settings_page,
     HANDOFF_PAGE: handoff_page,
+    ROUTE_PAGE: route_page,
 }
 """Maps a page in docs/ to the function that makes its text."""
 

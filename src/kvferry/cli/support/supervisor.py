@@ -40,6 +40,8 @@ class ChildSpec:
 
     name: str
     argv: tuple[str, ...]
+    drain_s: float | None = None
+    """If it is given, the child is ended before all others: by SIGTERM, and it has this long to finish what is open."""
 
 
 @dataclass(slots=True)
@@ -140,22 +142,42 @@ class Supervisor:
         self._hurry.set()
 
     async def stop(self) -> None:
-        """Ends every child: by a signal, and by SIGKILL what is left after some seconds. Idempotent."""
+        """Ends every child: by a signal, and by SIGKILL what is left after some seconds. Idempotent.
+
+        Children that drain come first: what is open there needs the others.
+        """
         children, self.children = self.children, []
+        await self._drain([child for child in children if child.spec.drain_s is not None])
         for child in children:
             # TERM ends a child that is loading. One that is serving would drain first; INT tells it not to. A child
             # gets only one of them: a second signal could come when its handler is already gone, and would kill it.
             _signal(child, signal.SIGINT if child.ready_file.exists() else signal.SIGTERM)
-        everyone = asyncio.create_task(self._wait_all(children))
-        hurry = asyncio.create_task(self._hurry.wait())
-        waits: set[asyncio.Task[Any]] = {everyone, hurry}
-        await asyncio.wait(waits, timeout=_TERM_S, return_when=asyncio.FIRST_COMPLETED)
-        hurry.cancel()
+        await self._wait_unless_hurried(children, _TERM_S)
         for child in children:
             _signal(child, signal.SIGKILL)
-        await everyone
+        await self._wait_all(children)
         await asyncio.gather(*(child.pump for child in children if child.pump is not None))
         self._directory.cleanup()
+
+    async def _drain(self, children: Sequence[Child]) -> None:
+        """Has these children drain, and kills what is left after their time."""
+        for child in children:
+            _signal(child, signal.SIGTERM)
+        await self._wait_unless_hurried(
+            children, _TERM_S + max((child.spec.drain_s or 0.0 for child in children), default=0.0)
+        )
+        for child in children:
+            _signal(child, signal.SIGKILL)
+        await self._wait_all(children)
+
+    async def _wait_unless_hurried(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Waits until all have ended, for at most this long, and no longer once `hurry` was called."""
+        waits: set[asyncio.Task[Any]] = {
+            asyncio.create_task(self._wait_all(children)), asyncio.create_task(self._hurry.wait())
+        }  # fmt: skip
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
 
     @staticmethod
     async def _wait_all(children: Sequence[Child]) -> None:

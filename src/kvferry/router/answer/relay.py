@@ -16,6 +16,7 @@ from kvferry.router.answer.reply import Reply
 from kvferry.router.answer.usage import UsageWriter, asked_for
 from kvferry.router.client_body import ClientBody
 from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.outcomes import OUTCOMES, Outcome
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.upstream.worker_answer import Answer
 from kvferry.web.api_errors import ApiError, request_id_of
@@ -50,7 +51,7 @@ async def relay(
         return reply.whole(answer.status, body if usage is None else usage.whole(body), merged)
     chunk = await answer.read_some()
     if not chunk:
-        raise WorkerFailed(worker, "ended its stream before it began", reached=True)
+        raise WorkerFailed(worker, "ended its stream before it began", Outcome.UNREADABLE)
     stream = await reply.start(answer.status, merged)
     on_begin(merged)
     try:
@@ -67,9 +68,9 @@ async def relay(
             await stream.write(usage.end())
     except WorkerFailed as failure:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, failure)
-        return await reply.fail(
-            ApiError(502, f"decode {failure}; the answer is incomplete: send the request again", code="worker_failed")
-        )
+        cut_off = OUTCOMES[Outcome.CUT_OFF]
+        text = f"decode {failure}; the answer is incomplete: send the request again"
+        return await reply.fail(ApiError(cut_off.status, text, code=cut_off.code))
     except ApiError as error:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, error)
         return await reply.fail(error)

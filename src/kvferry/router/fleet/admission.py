@@ -12,6 +12,7 @@ import math
 import time
 
 from kvferry.router.fleet.failures import FailedAttempts
+from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.policies import PromptEstimate
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet
@@ -19,6 +20,9 @@ from kvferry.router.settings import RouterSettings
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["Admission"]
+
+_STAYS_UP = frozenset({Outcome.REFUSED, Outcome.REQUEST_FAILED, Outcome.HANDOFF_FAILED, Outcome.SERVER_ERROR})
+"""Outcomes that the worker itself reported, and after which it goes on."""
 
 
 class Admission:
@@ -65,7 +69,7 @@ class Admission:
         latest_s = -math.inf
         for failure in failed.of_decode:
             worker, failed_s = failure.worker, failed.decode.get(failure.worker)
-            is_up = failure.answered and failure.status != 503  # it said so itself
+            is_up = failure.outcome in _STAYS_UP
             if failed_s is None or worker.unusable_reason is not None or is_up:
                 continue
             if worker.report.asked_s <= failed_s:
@@ -84,10 +88,10 @@ class Admission:
         failures = failed.of_decode
         if failures:
             text = "; ".join(f"decode {failure}" for failure in failures)
+            worst = max((failure.consequence for failure in failures), key=lambda one: one.status)
             return ApiError(
-                max(failure.status for failure in failures), f"{text}{more}. Try again, or look at /v1/kvferry",
-                code="worker_failed", retry_after_s=1,
-            )  # fmt: skip
+                worst.status, f"{text}{more}. Try again, or look at /v1/kvferry", code=worst.code, retry_after_s=1
+            )
         decode = self._fleet.decode
         reasons = [worker.unavailable_reason() or f"{worker.name} serves another model" for worker in decode]
         reasons += [f"and prefill {failure}" for failure in failed.failures]

@@ -33,6 +33,12 @@ class Pair:
     open: int = 0
     """Hand-offs in flight: decode has not begun to answer."""
 
+    def fail(self, now_s: float, reason: str) -> bool:
+        """Counts a hand-off that did not land. Returns True if this has opened the pair's breaker."""
+        self.failed += 1
+        self.last_reason = reason
+        return self.breaker.failed(now_s, reason)
+
 
 @dataclass(slots=True)
 class Pairs:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import reason_of
 from kvferry.router.upstream.http1 import Connection
@@ -71,7 +72,7 @@ class Answer:
         """Ends the current wait, if there is one, with a WorkerFailed of this reason. Called on the event loop; never
         blocks."""
         if self.waiting_since_s is not None:
-            failure = WorkerFailed(self._worker, reason, reached=True, status=504)
+            failure = WorkerFailed(self._worker, reason, Outcome.TIMED_OUT)
             self._connection.fail(failure)  # wakes the reader; what came before it is not lost
 
     @property
@@ -85,4 +86,4 @@ class Answer:
         self.give_up(f"paused for {self._pause_s:g} s in its answer")
 
     def _broke_off(self, error: Exception) -> WorkerFailed:
-        return WorkerFailed(self._worker, f"broke off its answer: {reason_of(error)}", reached=True)
+        return WorkerFailed(self._worker, f"broke off its answer: {reason_of(error)}", Outcome.DISCONNECTED)

@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from kvferry.router.fleet.failures import WorkerFailed
+from kvferry.router.fleet.outcomes import Outcome, outcome_of
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import reason_of
 from kvferry.router.settings import RouterSettings
@@ -21,8 +22,6 @@ __all__ = ["Upstream"]
 
 logger = logging.getLogger(__name__)
 
-_RETRY_ELSEWHERE = frozenset({429})
-"""Client errors after which another worker is tried: it may not answer with the same error."""
 _VLLM_GIVES_NO_REASON = "Internal server error"
 """vLLM's whole text for a hand-off that failed: no connector can set another one."""
 
@@ -76,7 +75,7 @@ class Upstream:
                 answer = Answer(worker, connection, self._settings.between_bytes_timeout_s)
                 self._deadlines.add(answer)
                 with worker.ending(answer):
-                    if answer.status >= 500 or answer.status in _RETRY_ELSEWHERE:
+                    if answer.status >= 400 and outcome_of(answer.status, None) is not Outcome.REFUSED:
                         raise await _refusal(worker, answer)
                     yield answer
             finally:
@@ -89,9 +88,9 @@ class Upstream:
         try:
             return await self._pool.acquire(worker.url, limit_s)
         except TimeoutError as error:
-            raise WorkerFailed(worker, "accepts no connection", reached=False, status=504) from error
+            raise WorkerFailed(worker, "accepts no connection", Outcome.UNREACHABLE) from error
         except Unreachable as error:
-            raise WorkerFailed(worker, str(error), reached=False) from error
+            raise WorkerFailed(worker, str(error), Outcome.UNREACHABLE) from error
 
     async def _begin(self, worker: Worker, connection: Connection, within_s: float) -> None:
         """Waits for status and headers. `Answer` limits the pauses within the body."""
@@ -101,7 +100,7 @@ class Upstream:
             with worker.ending(wait):
                 await connection.head()
         except (BadAnswer, OSError) as error:
-            raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", reached=True) from error
+            raise WorkerFailed(worker, f"broke the connection: {reason_of(error)}", Outcome.DISCONNECTED) from error
         finally:
             self._deadlines.discard(wait)
 
@@ -119,7 +118,7 @@ class _Begin:
 
     def give_up(self, reason: str) -> None:
         """Ends the wait now."""
-        self._connection.fail(WorkerFailed(self._worker, reason, reached=True, status=504))
+        self._connection.fail(WorkerFailed(self._worker, reason, Outcome.TIMED_OUT))
 
     def on_due(self) -> None:
         """Gives up, as `Deadlines` calls it once the time is over."""
@@ -128,26 +127,31 @@ class _Begin:
 
 async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
     body = await answer.read()
-    status = 503 if answer.status in (429, 503) else 502
-    message = _message_in(body)
+    message, code = _error_in(body)
+    outcome = outcome_of(answer.status, code)
     if message == _VLLM_GIVES_NO_REASON and worker.info is not None and worker.info.kind == "vllm":
         message += " (vLLM gives no reason; its log does: 'request fails, by kv_load_failure_policy ... cause=')"
-    return WorkerFailed(worker, f"answered {answer.status}: {message}", reached=True, status=status, answered=True)
+    if outcome is Outcome.REQUEST_FAILED:
+        return WorkerFailed(worker, message, outcome)  # it is the client's answer
+    return WorkerFailed(worker, f"answered {answer.status}: {message}", outcome)
 
 
 class _Error(msgspec.Struct, frozen=True):
     message: str = ""
+    code: str | int | None = None
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: _Error
 
 
-def _message_in(body: bytes) -> str:
+def _error_in(body: bytes) -> tuple[str, str]:
+    """Returns the message and the code of an error body; a message in any case."""
     try:
-        message = msgspec.json.decode(body, type=_ErrorBody).error.message.strip()
+        error = msgspec.json.decode(body, type=_ErrorBody).error
     except (msgspec.MsgspecError, RecursionError):
-        message = ""
-    if message:
-        return message
-    return repr(body[:200].decode("utf-8", "replace")) if body.strip() else "it gave no reason"
+        error = _Error()
+    message = error.message.strip()
+    if not message:
+        message = repr(body[:200].decode("utf-8", "replace")) if body.strip() else "it gave no reason"
+    return message, str(error.code or "")
