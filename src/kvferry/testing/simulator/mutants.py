@@ -1,6 +1,6 @@
-"""The protocol with one fault each: every one was seen in the field. The simulator must find them all.
+"""The protocol with one fault each. Every fault was seen in the field, and the simulator must find all of them.
 
-A mutant changes one freshly made core; the product code knows nothing of it.
+A mutant patches one RankProtocol that was just created; the product code knows nothing of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ __all__ = [
     "abort_releases_at_once",
     "completion_overwrites",
     "confirm_before_write",
-    "failure_not_told",
+    "failure_not_reported",
     "first_failed_rank_frees",
     "free_while_writing",
     "old_incarnation",
@@ -42,7 +42,7 @@ def _patch(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def free_while_writing(core: RankProtocol) -> None:
-    """Prefill frees on the lease's end, or on a revocation, although a write is in flight."""
+    """Prefill frees blocks when the lease ends or is revoked, although a write is in flight."""
 
     def advance(original: Callable[..., None], grant: Any, now_s: float) -> None:
         kept = {rank: consumer.in_flight for rank, consumer in grant.consumers.items()}
@@ -64,7 +64,7 @@ def free_while_writing(core: RankProtocol) -> None:
 
 
 def first_failed_rank_frees(core: RankProtocol) -> None:
-    """Decode frees the blocks when the first prefill rank has failed; its siblings may still write or be read."""
+    """Decode frees the blocks when the first prefill rank has failed, while others may still write or be read."""
     decode = core.decode
 
     def advance(original: Callable[..., float], receive: Any, now_s: float) -> float:
@@ -86,7 +86,7 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
 
 
 def completion_overwrites(core: RankProtocol) -> None:
-    """Completions are kept by transfer: one takes the place of another, and the first to end well ends them all."""
+    """Completions are stored per transfer, so one replaces another, and the first success completes all of them."""
     decode = core.decode
 
     def completed(original: Callable[..., bool], post: Any, error: str | None, *args: Any, **kwargs: Any) -> bool:
@@ -104,7 +104,7 @@ def completion_overwrites(core: RankProtocol) -> None:
 
 
 def scan_stops_at_live(core: RankProtocol) -> None:
-    """The expiry scan stops at the first grant that still lives; those after it are never looked at again."""
+    """The scan for expired grants stops at the first live one, and never sees those after it."""
     prefill = core.prefill
 
     def tick(original: Callable[..., None], now_s: float) -> None:
@@ -122,7 +122,7 @@ def scan_stops_at_live(core: RankProtocol) -> None:
 
 
 def wrong_heartbeat_id(core: RankProtocol) -> None:
-    """An acknowledgement is taken for the latest heartbeat, not for the one that it answers."""
+    """An acknowledgement counts for the latest heartbeat and not for the one that it answers."""
     for beats in (core.prefill._heartbeats, core.decode._heartbeats):
 
         def match(_original: Callable[..., Any], peer: PeerName, seq: int, beats: Any = beats) -> Any:
@@ -136,8 +136,8 @@ def wrong_heartbeat_id(core: RankProtocol) -> None:
         _patch(beats, "_match", match)
 
 
-def failure_not_told(core: RankProtocol) -> None:
-    """A side that gives up sends no message about it."""
+def failure_not_reported(core: RankProtocol) -> None:
+    """A side that gives up does not report it to its peer."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
         mute = ("Fail", "Drop", "Revoke")
@@ -147,7 +147,7 @@ def failure_not_told(core: RankProtocol) -> None:
 
 
 def stale_registration(core: RankProtocol) -> None:
-    """Registrations match by request id: the one of an earlier dispatch serves the next."""
+    """Registrations are matched by request id, so that of an earlier dispatch is used for the next one."""
     prefill = core.prefill
 
     def offer(original: Callable[..., None], order: Any, now_s: float) -> None:
@@ -167,7 +167,7 @@ def stale_registration(core: RankProtocol) -> None:
 
 
 def old_incarnation(core: RankProtocol) -> None:
-    """Messages count, whichever incarnation sent them or was meant, as long as engine and rank are right."""
+    """Messages are accepted from and for any incarnation, as long as engine and rank are right."""
 
     def message(original: Callable[..., None], name: PeerName, body: Message, now_s: float) -> None:
         engine, _, rest = name.partition("/")
@@ -181,7 +181,7 @@ def old_incarnation(core: RankProtocol) -> None:
 
 
 def confirm_before_write(core: RankProtocol) -> None:
-    """Prefill says that it wrote when it begins to; decode confirms when it begins to read."""
+    """Prefill reports a write when it starts it, and decode confirms when it starts to read."""
 
     def take(original: Callable[..., list[Action]]) -> list[Action]:
         taken: list[Action] = []
@@ -195,7 +195,7 @@ def confirm_before_write(core: RankProtocol) -> None:
 
 
 def abort_releases_at_once(core: RankProtocol) -> None:
-    """A cancelled hand-off gives its blocks back without waiting for the peer."""
+    """A cancelled hand-off releases its blocks without waiting for the peer."""
     decode = core.decode
 
     def cancel(original: Callable[..., None], order: Any, now_s: float) -> None:
@@ -226,7 +226,7 @@ MUTANTS: Mapping[str, Mutant] = {
         completion_overwrites,
         scan_stops_at_live,
         wrong_heartbeat_id,
-        failure_not_told,
+        failure_not_reported,
         stale_registration,
         old_incarnation,
         confirm_before_write,

@@ -19,7 +19,7 @@ __all__ = ["TOKEN_S", "RankEngine", "RankWorld", "SimRank", "short"]
 _STASH = 64
 _WRITE_S = 0.05
 TOKEN_S = 0.02
-"""The estimate that machines get: this much per write, and this much per token."""
+"""The machines' estimate of a transfer: `_WRITE_S`, and this much per token."""
 
 
 class RankEngine(Protocol):
@@ -101,7 +101,7 @@ class SimRank:
         return self.offset_s + self.world.now_s * self.rate
 
     def do(self, function: Callable[..., None], *args: Any) -> None:
-        """Runs an event of this rank, then all that follows from it. While it is suspended, events wait in order."""
+        """Runs an event of this rank and everything that follows from it. While suspended, events wait in order."""
         if self.engine.dead:
             return
         if self.deferred or self.world.now_s < self.paused_to_s:
@@ -152,7 +152,7 @@ class SimRank:
         self.core.tick(self.now_s())
 
     def order(self, orders: StepOrders) -> None:
-        """Brings orders of the scheduler half: in order, at about the same time on all ranks."""
+        """Delivers orders of the scheduler half, in order and at about the same time on all ranks."""
         at_s = max(self.last_order_s, self.world.now_s + self.world.rng.random() * 0.003)
         self.last_order_s = at_s
         self.world.at(at_s, self.do, self._run_order, orders)
@@ -170,7 +170,7 @@ class SimRank:
                 self.core.message(name, message, self.now_s())
 
     def receive(self, sender: PeerName, message: Message) -> None:
-        """Takes a message; those of strangers wait, as transports keep them."""
+        """Receives a message. Messages of unknown peers are kept until the peer is accepted, as in a transport."""
         core = self.core
         if sender in core._peers and message.to == self.engine.incarnation:
             self.away.pop(sender, None)
@@ -192,7 +192,7 @@ class SimRank:
         return known is not None and _start_number(start) < _start_number(known[0].incarnation)
 
     def _state(self) -> tuple[object, ...]:
-        """Returns everything that a message could have changed."""
+        """Returns all state that a message could change."""
         prefill, decode = self.core.prefill, self.core.decode
         return (
             [(grant.transfer, grant.unclaimed_until_s, [(rank, consumer.state, consumer.until_s, consumer.lease_s)
@@ -217,7 +217,7 @@ class SimRank:
     # ---- handoff.actions.LayoutQueries
 
     def owes(self, peer: Peer) -> bool:
-        """Returns whether these ranks exchange anything; in some worlds some pairs do not."""
+        """Returns whether these ranks exchange anything. In some worlds, some pairs do not."""
         return self.world.owes(self.engine, self.index, peer.rank)
 
     def unit_tokens(self, peer: Peer) -> int:
@@ -225,7 +225,7 @@ class SimRank:
         return 1
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
-        """Returns what a transfer takes unless it is slow."""
+        """Returns how long a transfer takes unless it is slow."""
         return _WRITE_S + TOKEN_S * num_tokens
 
     def digest(self, transfer: TransferId, peer: Peer, tables: Sequence[BlockTable], tokens: TokenRange) -> bytes:

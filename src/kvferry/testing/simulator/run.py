@@ -15,12 +15,12 @@ from kvferry.testing.simulator.world import World
 
 __all__ = ["Found", "SimResult", "prepare_of", "simulate"]
 
-_WORLDS_A_TASK = 25
+_WORLDS_PER_TASK = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A world in which an invariant does not hold."""
+    """A world in which an invariant was violated."""
 
     world_seed: int
     invariant: str
@@ -39,7 +39,7 @@ class SimResult:
     mutant: str | None
     seconds: float
     cpu_s: float
-    """The CPU time of all processes; on a busy machine far less than seconds times processes."""
+    """The CPU time of all processes. On a busy machine it is far less than `seconds` times the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Task:
 
 
 def prepare_of(mutant: str | None) -> Callable[[RankProtocol], None]:
-    """Returns what is done to each core. Raises ConfigError for a mutant that does not exist."""
+    """Returns what patches each RankProtocol. Raises ConfigError for a mutant that does not exist."""
     if mutant is None:
         return _unchanged
     if mutant not in MUTANTS:
@@ -91,9 +91,9 @@ def simulate(
     mutant: str | None = None,
     progress: Callable[[int, float], None] = lambda handoffs, seconds: None,
 ) -> SimResult:
-    """Simulates at least `runs` hand-offs, from world seeds seed * 2**32, + 1, ... Ends early when a mutant was caught.
+    """Simulates at least `runs` hand-offs in worlds with the seeds seed * 2**32, that plus 1, and so on.
 
-    Blocks; `progress` is called now and then with hand-offs and seconds so far.
+    Stops early when a mutant was caught. Blocks; calls `progress` regularly with the hand-offs and seconds so far.
     """
     prepare_of(mutant)
     began_s = time.monotonic()
@@ -105,8 +105,8 @@ def simulate(
         done = False
         while pending or not done:
             while not done and len(pending) < 2 * jobs:
-                pending.add(pool.submit(_run_task, next_world, _WORLDS_A_TASK, mutant))
-                next_world += _WORLDS_A_TASK
+                pending.add(pool.submit(_run_task, next_world, _WORLDS_PER_TASK, mutant))
+                next_world += _WORLDS_PER_TASK
             ended, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in ended:
                 task = future.result()

@@ -1,4 +1,4 @@
-"""What one simulated world is made of, and what goes wrong in it: plain values, all from one seed."""
+"""Describes one simulated world, and what goes wrong in it: plain values, all from one seed."""
 
 import random
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ __all__ = ["Crash", "Job", "Partition", "Pause", "Scenario", "make_scenario", "s
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request that is handed over. Times in seconds of world time."""
+    """One request that is handed over. Times are in seconds of world time."""
 
     number: int
     at_s: float
@@ -26,7 +26,7 @@ class Job:
     chunk_s: float
     """Prefill computes in `chunks` chunks, each this long."""
     early: bool
-    """Decode is dispatched with prefill, not after it."""
+    """Decode is dispatched together with prefill, not after it."""
     queue_s: float
     """How long it waits in decode's queue."""
     withdraw_s: float | None = None
@@ -36,16 +36,16 @@ class Job:
     preempted: bool = False
     """Prefill is preempted before the first chunk: it begins again later, in other blocks."""
     lost_by_router: bool = False
-    """Decode is never dispatched."""
+    """The router never dispatches it to decode."""
     never_prefilled: bool = False
-    """It is never dispatched to prefill (push)."""
+    """The router never dispatches it to prefill (push)."""
     retries: int = 0
     """When decode fails, it is dispatched again, under the same request id and a new transfer id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """An engine dies, and starts again on the same address."""
+    """An engine dies, and starts again at the same address."""
 
     at_s: float
     prefill: bool
@@ -55,7 +55,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """All ranks of an engine are suspended for a while (SIGSTOP); what they posted goes on."""
+    """All ranks of an engine are suspended for a while (SIGSTOP); transfers that they posted continue."""
 
     at_s: float
     prefill: bool
@@ -65,7 +65,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Messages one way between two engines are lost for a while; the other way they pass."""
+    """Messages in one direction between two engines are lost for a while."""
 
     at_s: float
     prefill: int
@@ -88,21 +88,21 @@ class Scenario:
     pauses: tuple[Pause, ...] = ()
     partitions: tuple[Partition, ...] = ()
     drop: float = 0.0
-    """The share of messages that is lost."""
+    """The share of messages that are lost."""
     duplicate: float = 0.0
     in_order: bool = True
     long_delay: float = 0.0
-    """The share of messages that takes up to 3 s."""
+    """The share of messages that take up to 3 s."""
     fail: float = 0.0
-    """The share of transfers that fails half way."""
+    """The share of transfers that fail half way."""
     slow: float = 0.0
-    """The share of transfers that takes far longer than estimated."""
+    """The share of transfers that take far longer than estimated."""
     hang: float = 0.0
-    """The share of transfers that never ends by itself."""
+    """The share of transfers that never end by themselves."""
     late: float = 0.0
     """The share of transfers whose end is noticed late."""
     drift: float = 0.0
-    """How far clocks run apart."""
+    """How much the rates of two clocks differ at most."""
     verify: bool = False
     owes_all: bool = True
     """False if some rank pairs exchange nothing."""
@@ -130,7 +130,7 @@ def settings_of(scenario: Scenario) -> FerrySettings:
             renew_every_s=scenario.ttl_s / 4,
             drift=max(scenario.drift, 0.01),
             quarantine_s=scenario.quarantine_s,
-            standstill_s=scenario.quarantine_s,  # this network ends what is in flight with a peer that is disconnected
+            standstill_s=scenario.quarantine_s,  # disconnecting a peer ends what is in flight with it in this network
         ),
     )
 

@@ -15,11 +15,11 @@ __all__ = ["failure_of", "shrink", "trace_of"]
 RecordT = TypeVar("RecordT", Job, Scenario)
 
 _TRIES = 4
-"""Other random streams that each smaller scenario is tried with: taking something away shifts the stream."""
+"""How many seeds each smaller scenario is tried with, because removing something shifts the random numbers."""
 
 
 def failure_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> Violation | None:
-    """Returns what the world of this scenario violates, or None."""
+    """Returns the violation in the world of this scenario, or None."""
     try:
         World(scenario, prepare=prepare).run()
     except Violation as violation:
@@ -41,7 +41,7 @@ def trace_of(scenario: Scenario, prepare: Callable[[RankProtocol], None]) -> lis
 def shrink(
     scenario: Scenario, invariant: str, prepare: Callable[[RankProtocol], None], *, budget_s: float = 20.0
 ) -> Scenario:
-    """Takes away jobs, faults and ranks while the same invariant fails. Deterministic but for the time it may take."""
+    """Removes jobs, faults and ranks as long as the same invariant fails. Deterministic within the time budget."""
     until_s = time.monotonic() + budget_s
     progress = True
     while progress and time.monotonic() < until_s:

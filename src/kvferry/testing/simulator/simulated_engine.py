@@ -1,6 +1,6 @@
-"""What an engine does around its ranks: it allots blocks, computes, dispatches orders, and believes every report.
+"""The engines of a simulated world: they allocate blocks, compute, give orders to their ranks, and act on each report.
 
-It checks what is reported to it: invariants I1 to I4 as an engine would notice them, and I1 also as only an observer of
+They check every report: invariants I1 to I4 as an engine could notice a violation, and I1 also as only an observer of
 the whole world can.
 """
 
@@ -21,7 +21,7 @@ from kvferry.transport.base import Operation
 __all__ = ["DecodeEngine", "EngineWorld", "PrefillEngine", "SimEngine"]
 
 _LOCAL = 1 << 40
-"""Tags of what decode computed itself; what prefill computes is below."""
+"""Tags of tokens that decode computed itself start here; tags of prefill's tokens are smaller."""
 
 
 class EngineWorld(RankWorld, Protocol):
@@ -47,7 +47,7 @@ class EngineWorld(RankWorld, Protocol):
         ...
 
     def next_tag(self, transfer: TransferId, num_tokens: int, *, local: bool = False) -> int:
-        """Returns the first of the tags for tokens that are computed now."""
+        """Returns the first tag for tokens that are computed now."""
         ...
 
     def check_prompt(self, engine: "SimEngine", transfer: TransferId, since_s: float | None, what: str) -> None:
@@ -76,7 +76,7 @@ class SimEngine:
             rank.order(orders)
 
     def introduce(self, other: "SimEngine") -> None:
-        """A handshake was accepted."""
+        """Handles an accepted handshake: both engines know each other from now on."""
         if self.dead or other.dead:
             return
         self.known[other.engine] = other.incarnation
@@ -86,11 +86,11 @@ class SimEngine:
             self.world.at(at_s, rank.do, rank.meet, other.engine, other.incarnation, other.num_ranks)
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """Takes a report of one rank."""
+        """Handles a report of one rank."""
         raise NotImplementedError
 
     def check_silence(self) -> None:
-        """Raises Violation if anything is open when the world has come to rest."""
+        """Raises Violation if anything is open when no event is pending in the world."""
         for rank in self.ranks:
             core = rank.core
             if core.prefill._grants or core.decode._receives or core.decode._keep_alives:
@@ -123,7 +123,7 @@ class _Source:
 
 
 class PrefillEngine(SimEngine):
-    """Computes prompts, offers them, frees blocks when every rank has released them."""
+    """Computes prompts, offers them, and frees blocks when every rank has released them."""
 
     prefill = True
 
@@ -188,13 +188,13 @@ class PrefillEngine(SimEngine):
         self.order(StepOrders(withdraw=(Withdraw(source.transfer, "aborted"),)))
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """Takes blocks back."""
+        """Handles a report of one rank: frees blocks that every rank has released."""
         if report.landed or report.failed:
             raise Violation("I4", f"{rank.name} reports landed or failed on prefill")
         for transfer in report.released:
             source = self.jobs.get(transfer)
             if source is None or rank.index in source.released:
-                raise Violation("I4", f"{rank.name} released {transfer} twice, or a stranger")
+                raise Violation("I4", f"{rank.name} released {transfer} twice, or without having it")
             source.released.add(rank.index)
             self.world.say("%s released %s", rank.name, transfer)
             self._check_untouched(rank, source)
@@ -202,7 +202,7 @@ class PrefillEngine(SimEngine):
                 self._free(source)
 
     def _check_untouched(self, rank: SimRank, source: _Source) -> None:
-        """I1: no write of ours reads these blocks, and no decode rank believes that it may read them."""
+        """Checks I1: no write of ours reads these blocks, and no decode rank believes that it may read them."""
         world = self.world
         for transfer in world.active.get(source.transfer, ()):
             if transfer.rank is rank and not transfer.over:
@@ -249,7 +249,7 @@ class _Target:
 
 
 class DecodeEngine(SimEngine):
-    """Keeps alive, fetches and cancels; serves what landed, and looks at every cell of it."""
+    """Keeps grants alive, fetches and cancels; serves what landed, and checks every cell of it."""
 
     prefill = False
 
@@ -319,7 +319,7 @@ class DecodeEngine(SimEngine):
             del self.jobs[target.transfer]
 
     def report(self, rank: SimRank, report: StepReport) -> None:
-        """Takes the ends of hand-offs."""
+        """Handles a report of one rank: hand-offs that landed, failed or were released."""
         for landed in report.landed:
             self._landed(rank, landed)
         for failed in report.failed:
@@ -347,7 +347,7 @@ class DecodeEngine(SimEngine):
         target.ended.add(rank.index)
         if len(target.landed) == self.num_ranks and not target.cancelled:
             self.world.num_landed += 1
-            # Decoding reads it for a while; no peer may touch it meanwhile.
+            # Decode reads the blocks for a while; no peer may touch them in that time.
             self.world.after(0.05 + self.world.rng.random() * 0.5, self._finish, target, landed.arrived.stop)
         elif len(target.ended) == self.num_ranks:
             self._free(target)
@@ -395,7 +395,7 @@ class DecodeEngine(SimEngine):
         self.world.check_prompt(self, target.transfer, target.given_up_s, "given up on decode")
 
     def _check_untouched(self, rank: SimRank, target: _Target) -> None:
-        """I1: nothing is in flight into these blocks, and no prefill rank believes that it may write to them."""
+        """Checks I1: nothing is in flight into these blocks, and no prefill rank believes that it may write to them."""
         world = self.world
         for transfer in world.active.get(target.transfer, ()):
             ours = transfer.rank is rank or (
@@ -417,7 +417,7 @@ class DecodeEngine(SimEngine):
                 raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer}; {other.name} may write them")
 
     def _check_content(self, rank: SimRank, target: _Target, stop: int, when: str) -> None:
-        """I2: each token came whole from this very dispatch; R30: our own prefix is as it was."""
+        """Checks I2, that each token came complete from this dispatch, and R30, that our cached prefix is unchanged."""
         tag = self.world.tags.get(target.transfer)
         cells, job = self.memory.cells[rank.index], target.job
         sources = [

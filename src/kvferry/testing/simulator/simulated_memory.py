@@ -16,9 +16,9 @@ class Violation(Exception):
 
 
 class Memory:
-    """The blocks of one engine: for each rank and block, the tag of what it holds.
+    """The blocks of one engine: for each rank and block, the tag of its content.
 
-    On a decode engine a block of a rank has a slot for what comes from each prefill rank.
+    On a decode engine, each block of a rank has one slot per prefill rank that it gets bytes from.
     """
 
     def __init__(self, num_ranks: int, num_blocks: int) -> None:
@@ -27,7 +27,7 @@ class Memory:
         self.cells = [[GARBAGE] * (num_blocks * MAX_RANKS) for _ in range(num_ranks)]
 
     def alloc(self, count: int) -> tuple[int, ...] | None:
-        """Allots the most recently freed blocks: reuse comes as early as it can."""
+        """Allocates the most recently freed blocks, so that blocks are reused as early as possible."""
         if count > len(self.free):
             return None
         taken = self.free[len(self.free) - count :]
@@ -35,7 +35,7 @@ class Memory:
         return tuple(reversed(taken))
 
     def release(self, blocks: tuple[int, ...]) -> None:
-        """Takes blocks back; what they held is gone at once."""
+        """Frees blocks, and destroys their content at once."""
         for block in blocks:
             if block in self.free:
                 raise Violation("I4", f"block {block} was freed twice")

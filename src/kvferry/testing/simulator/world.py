@@ -20,13 +20,14 @@ __all__ = ["World"]
 
 _MAX_EVENTS = 200_000
 PROMPT_S = 1.9
-"""Without a fault blocks come back in this time: well before a lease ends."""
+"""Without faults, blocks are free after this time, well before a lease ends."""
 
 
 class World:
     """One run of one scenario. `run` raises Violation if an invariant does not hold.
 
-    `prepare` may change a core that was just made: mutants do. `trace` collects lines when it is a list.
+    `prepare` may change each rank's protocol when it is created, as mutants do. If `trace` is a list, it collects one
+    line per event.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class World:
         self.prefills = [EngineId(f"p{i}") for i in range(len(scenario.prefill_ranks))]
         self.decodes = [EngineId(f"d{i}") for i in range(len(scenario.decode_ranks))]
         self.active: dict[TransferId, dict[Transfer, None]] = {}
-        # A dict, not a set: the order must be that of the seed, not of addresses.
+        # Dicts and not sets, so that the order depends on the seed and not on addresses.
         self._last_s: dict[tuple[PeerName, PeerName], float] = {}
         self._starts = 0
         self.tags: dict[TransferId, int] = {}
@@ -107,7 +108,7 @@ class World:
                 raise Violation("I3", "events without end")
 
     def _calm_round(self) -> None:
-        """Hands over once between each pair: that works after whatever happened (I6)."""
+        """Hands over once between each pair: this must work, whatever happened before (I6)."""
         self.calm_phase = True
         number = 1_000_000
         self.now_s += 1.0
@@ -119,7 +120,7 @@ class World:
                 self.after(0.1 * (number % 100), self.dispatch, job, True)
 
     def _check_silence(self) -> None:
-        """Raises Violation if anything is left when nothing is under way any more (I3, I5)."""
+        """Raises Violation if anything is left over when no event is pending (I3, I5)."""
         for engine in self.slots.values():
             engine.check_silence()
         if any(self.active.values()):
@@ -128,7 +129,7 @@ class World:
     # ---- engines
 
     def start_engine(self, name: EngineId, prefill: bool, num_ranks: int) -> None:
-        """Starts a new incarnation; it and all engines of the other side accept each other."""
+        """Starts a new incarnation, which exchanges handshakes with all engines of the other side."""
         self._starts += 1
         kind = PrefillEngine if prefill else DecodeEngine
         engine = self.slots[name] = kind(self, name, Incarnation(f"{name}.{self._starts}"), num_ranks)
@@ -139,7 +140,7 @@ class World:
                 self.after(self.rng.random() * 0.3, other.introduce, engine)
 
     def crash(self, name: EngineId, down_s: float) -> None:
-        """Kills an engine. Writes that it posted may go on for less than the quarantine; its reads end."""
+        """Kills an engine. Its writes in flight may continue, for less than the quarantine; its reads end at once."""
         engine = self.slots[name]
         if engine.dead:
             return
@@ -164,7 +165,7 @@ class World:
             rank.paused_to_s = max(rank.paused_to_s, self.now_s + for_s)
 
     def dispatch(self, job: Job, must_land: bool = False, attempt: int = 0) -> None:
-        """Dispatches a request as a router does: to prefill, and to decode at once or when prefill has finished."""
+        """Dispatches a request as a router does: to prefill, and to decode at the same time or after prefill."""
         self.num_handoffs += 1
         transfer = TransferId(f"r{job.number}#{attempt}")
         prefill = self.slots[self.prefills[job.prefill]]
@@ -210,18 +211,18 @@ class World:
         return first
 
     def check_prompt(self, engine: SimEngine, transfer: TransferId, since_s: float | None, what: str) -> None:
-        """Checks I3: if nothing goes wrong, an end is announced, and no side has to wait for a lease."""
+        """Checks I3: without faults each end is announced, so that neither side has to wait for a lease."""
         if since_s is not None and self.scenario.calm and self.now_s - since_s > PROMPT_S:
             raise Violation("I3", f"{engine.incarnation}: {transfer}, {what}, freed after {self.now_s - since_s:.2f} s")
 
     def may_outlast(self, wanted_s: float) -> bool:
-        """Returns whether a read may outlast the report of its failure: only if the deadline or the grace was over."""
+        """Returns whether a read may outlast the report of its failure: only if its deadline or grace had passed."""
         return not self.scenario.smooth or self.now_s - wanted_s > 0.8 * self.settings.transfer.deadline_s
 
     # ---- network
 
     def send(self, rank: SimRank, peer: Peer, message: Message) -> None:
-        """Sends a control message, which may be lost, come late, twice, out of order, or to another incarnation."""
+        """Sends a control message. It may be lost, late, duplicated, out of order, or reach another incarnation."""
         rng, scenario = self.rng, self.scenario
         if self.trace is not None:
             self.say("%s -> %s %s", rank.name, peer.name, short(message))
@@ -258,7 +259,7 @@ class World:
             lane = (rank.name, peer.name)
             at_s = max(at_s, self._last_s.get(lane, 0.0))
             self._last_s[lane] = at_s
-        # By address: a process that restarted there gets what was meant for the one before.
+        # Messages go to an address, so a restarted process gets what was meant for its predecessor.
         self.at(at_s, self._arrive, rank.name, peer, target, message)
 
     def _arrive(self, sender: PeerName, peer: Peer, target: SimEngine, message: Message) -> None:
@@ -269,7 +270,7 @@ class World:
         rank.do(rank.receive, sender, message)
 
     def disconnect(self, rank: SimRank, peer: Peer) -> None:
-        """Ends what is in flight with the peer, either way, in less than the quarantine."""
+        """Ends everything in flight with the peer, in both directions, within the quarantine."""
         self.say("%s disconnects %s", rank.name, peer.name)
         for transfers in list(self.active.values()):
             for transfer in list(transfers):
@@ -283,7 +284,7 @@ class World:
     # ---- transfers
 
     def post(self, rank: SimRank, post: Post) -> None:
-        """Starts a post a moment later, as the driver does; one that is too late is not started."""
+        """Starts a transfer a moment later, as the driver does, unless it is too late by then."""
         self.after(self.rng.random() * 0.004, rank.do, self._start, rank, post)
 
     def _start(self, rank: SimRank, post: Post) -> None:
@@ -339,12 +340,12 @@ class World:
             transfer.copy(transfer.pairs[:half])
 
     def _finish(self, transfer: Transfer, error: str | None) -> None:
-        """Ends a transfer, with its last byte or without. Then come its message, and the completion."""
+        """Ends a transfer, complete or not. After that its message is sent, and its completion is delivered."""
         if transfer.over:
             return
         post, rank = transfer.post, transfer.rank
         if self._can_copy(transfer):
-            # A transfer that fails has moved some of its bytes, anywhere: no side may rely on all or nothing.
+            # A failed transfer may have moved any part of its bytes, so neither side may rely on all or nothing.
             upto = len(transfer.pairs) if error is None else self.rng.randint(0, len(transfer.pairs))
             transfer.copy(transfer.pairs[:upto])
         elif error is None:
