@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, and a check that it leaves nothing behind."""
+"""Fixtures that every test gets: a clean environment, and a check that the test leaves nothing behind."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.harness.leaks import Held, left_since
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a thread, a process, a socket or shared memory fails, with the name of what it left.
+    """Fails a test that leaves a thread, a process, a socket or shared memory behind, and names what it left.
 
     The marker `leaves("reason")` switches the check off for a test that cannot help it.
     """
@@ -24,7 +24,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left_behind() -> Iterator[None]:
-    """Fleets that several tests share have ended, too, when the session ends."""
+    """Checks at the end of the session that fleets shared by several tests have ended too."""
     before = Held.now()
     yield
     left = [one for one in left_since(before, owned=False) if one.startswith("process ")]
@@ -33,7 +33,7 @@ def no_process_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_environ() -> Iterator[None]:
-    """No KVFERRY_, UCX_ or NIXL_ variable of the developer's shell reaches a test."""
+    """Hides the KVFERRY_, UCX_ and NIXL_ variables of the developer's shell from tests."""
     saved = {key: value for key, value in os.environ.items() if key.startswith(("KVFERRY_", "UCX_", "NIXL_"))}
     for key in saved:
         del os.environ[key]

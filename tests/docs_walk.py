@@ -25,7 +25,7 @@ from tests.harness.repository import ROOT
 from tests.harness.until import until
 
 MODEL = "byte-mtp"
-"""Stands for MODEL: small, and ready in seconds."""
+"""The model that replaces MODEL: it is small, and ready within seconds."""
 SERVERS = ("serve", "route", "up")
 READY_S = 300.0
 COMMAND_S = 600.0
@@ -35,7 +35,7 @@ _DEFAULT_PORTS = {"serve": "8000", "route": "8080", "up": "8080"}
 
 @dataclass
 class Walk:
-    """One page: its directory, its ports, the servers that it has started, and what was wrong."""
+    """The walk of one page: its directory, its ports, the servers that it has started, and what was wrong."""
 
     directory: Path
     ports: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Walk:
     num_run: int = 0
 
     def port(self, shown: str) -> str:
-        """Returns the free port that stands for one of the page."""
+        """Returns the free port that replaces a port of the page."""
         if shown not in self.ports:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -53,7 +53,7 @@ class Walk:
         return self.ports[shown]
 
     def typed(self, text: str) -> str:
-        """Returns the command as it is typed here: with our model, ports and no placeholders."""
+        """Returns the command as it is typed here: with our model and ports, and without placeholders."""
         text = re.sub(r"\bMODEL\b", MODEL, re.sub(r" \[[a-z ]+\]", "", text))
         text = re.sub(r"\b(prefill)\|decode\|both\b", "both", text)
         return _PORT.sub(lambda found: self.port(found[0]), text)
@@ -61,7 +61,7 @@ class Walk:
 
 @contextmanager
 def walking() -> Iterator[Walk]:
-    """Gives a walk in an empty directory; at its end, ends every server that it has started."""
+    """Yields a walk in an empty directory, and ends every server that it has started."""
     with tempfile.TemporaryDirectory(prefix="kvferry-docs-") as directory:
         walk = Walk(Path(directory))
         try:
@@ -79,7 +79,7 @@ def walking() -> Iterator[Walk]:
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables of the commands: this Python's programs first, and this checkout's sources."""
+    """Returns the environment of the commands: this Python's programs come first, and this checkout's sources."""
     paths = [str(ROOT / "src"), str(ROOT / "models" / "src"), str(ROOT)]
     return {
         **os.environ,
@@ -106,7 +106,7 @@ def start_server(walk: Walk, text: str, argv: list[str]) -> None:
 
 
 def run(walk: Walk, block: Block, command: Command) -> None:
-    """Types one command, and notes what is wrong."""
+    """Types one command, and records what is wrong."""
     text = walk.typed(command.text)
     if text.startswith(". "):
         return  # the environment is active already
@@ -137,7 +137,7 @@ def run(walk: Walk, block: Block, command: Command) -> None:
 
 
 def _shown(line: str, output: str) -> bool:
-    """Returns whether a line of the page is in the output, but for what differs from run to run."""
+    """Returns whether a line of the page is in the output, apart from what differs between runs."""
 
     def loose(part: str) -> str:
         words = [re.escape(word) for word in part.split()]
@@ -149,7 +149,7 @@ def _shown(line: str, output: str) -> bool:
 
 
 def check_keys(walk: Walk, block: Block) -> None:
-    """Notes the keys of a `json` block that the output of the last command has not."""
+    """Records the keys of a `json` block that are missing in the output of the last command."""
     keys = [key for key in re.findall(r'"(\w+)":', block.text) if f'"{key}":' not in walk.last_output]
     if keys and walk.last_output:
         walk.problems.append(f"{block.where}: the last output has no {', '.join(keys)}: {walk.last_output[-600:]!r}")
@@ -170,7 +170,7 @@ def walk_page(page: Path) -> Walk:
 
 
 def main() -> int:
-    """Walks the pages, and returns 1 if anything was not as they say."""
+    """Walks the pages, and returns 1 if anything differs from them."""
     parser = argparse.ArgumentParser(prog="python -m tests.docs_walk", description=__doc__)
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="only these (default: README and docs)")
     problems, began_s, num_run = [], time.monotonic(), 0

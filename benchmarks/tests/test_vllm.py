@@ -32,20 +32,20 @@ memory = open(f"/dev/shm/kvferry-test-{os.getpid()}", "w+b"); memory.truncate(40
 import mmap
 kept = mmap.mmap(memory.fileno(), 4096)
 class Handler(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *told): pass
+    def log_message(self, *args): pass
     def answer(self, body, code=200):
         self.send_response(code); self.send_header("Content-Length", str(len(body))); self.end_headers()
         self.wfile.write(body)
     def do_GET(self):
         self.answer(b'hits_total{engine="0",source="here"} 2.0\\nhits_total{engine="0",source="there"} 3.0\\n')
     def do_POST(self):
-        told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        params = told.get("kv_transfer_params") or {}
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        params = asked.get("kv_transfer_params") or {}
         if params.get("remote_host") == "fail":
             return self.answer(json.dumps({"error": {"message": "hash mismatch"}}).encode(), 500)
-        choice = {"token_ids": [len(told["prompt"])] * told["max_tokens"], "finish_reason": "length"}
+        choice = {"token_ids": [len(asked["prompt"])] * asked["max_tokens"], "finish_reason": "length"}
         back = {"remote_host": "127.0.0.1"} if params.get("do_remote_decode") else None
-        if told["stream"]:
+        if asked["stream"]:
             lines = [f"data: {json.dumps({'choices': [choice]})}", "data: [DONE]", ""]
             return self.answer("\\n\\n".join(lines).encode())
         self.answer(json.dumps({"choices": [choice], "kv_transfer_params": back}).encode())
@@ -124,7 +124,7 @@ def test_a_pair_is_asked_as_a_router_asks(spec: VllmSpec) -> None:
             assert served.prefill.ok
             assert served.decode.tokens == (2, 2, 2)
             assert served.first_token_s > 0
-        lie = serve_pair(prefill, decode, [5], between=lambda told: told.params | {"remote_host": "fail"})
+        lie = serve_pair(prefill, decode, [5], between=lambda prefilled: prefilled.params | {"remote_host": "fail"})
         assert (lie.decode.status, lie.decode.error) == (500, "hash mismatch")
     assert ask(prefill, [1], max_tokens=1, timeout_s=2.0).status == 0  # it is gone, and that is an answer too
 
@@ -159,9 +159,9 @@ def test_each_connector_is_configured_in_its_own_words(spec: VllmSpec) -> None:
     assert ours["kv_connector_extra_config"] == {"mode": "pull", "side_channel.port": 5}
     with pytest.raises(ConfigError, match=r"connector 'other' is none of"):
         kv_transfer_config(spec.but(connector="other"))
-    told = VllmServer(spec.but(tp=2, pp=2, block_tokens=64, eager=False), quiet).argv()
-    assert told[told.index("--block-size") + 1] == "64"
-    assert "--enforce-eager" not in told
+    argv = VllmServer(spec.but(tp=2, pp=2, block_tokens=64, eager=False), quiet).argv()
+    assert argv[argv.index("--block-size") + 1] == "64"
+    assert "--enforce-eager" not in argv
     first = decode_first_params(VllmServer(spec.but(tp=2), quiet), "abc", "t1")
     assert (first["remote_request_id"], first["tp_size"], first["transfer_mode"]) == ("cmpl-abc-0", 2, "push")
     assert prefill_params("t1")["do_remote_decode"] is True

@@ -173,8 +173,8 @@ def test_nobody_ends_the_handoff_of_another_engine(kind: type[Any]) -> None:
     pair.deliver()
     (prefill,) = pair.prefill
     prefill.core.peer_accepted("mallory", "m1", 1, pair.now_s)  # type: ignore[arg-type]
-    told = {"reason": "x"} if kind is not Confirm else {}
-    prefill.core.message("mallory/m1/0", kind(to="p1", transfer="t", ranks=1, **told), pair.now_s)  # type: ignore[arg-type]
+    fields = {"reason": "x"} if kind is not Confirm else {}
+    prefill.core.message("mallory/m1/0", kind(to="p1", transfer="t", ranks=1, **fields), pair.now_s)  # type: ignore[arg-type]
     pair.act()
     assert not prefill.report.released
     pair.finish_all()

@@ -22,8 +22,8 @@ from tests.attacks.fuzz import engine
 from tests.harness.handshake_examples import decode_facts, facts
 
 
-def save(path: Path, told: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill") -> str:
-    body: dict[str, object] = {"engine": name, "incarnation": "i1", "role": role, "facts": told.to_json()}
+def save(path: Path, stated: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill") -> str:
+    body: dict[str, object] = {"engine": name, "incarnation": "i1", "role": role, "facts": stated.to_json()}
     if side is not None:
         body["hello"] = base64.b64encode(encode_hello(side.hello)).decode()
     path.write_text(json.dumps(body))
@@ -68,10 +68,10 @@ def test_compare_of_saved_facts(
 ) -> None:
     a, b = save(tmp_path / "a.json", facts()), save(tmp_path / "b.json", decode_facts(**changes))
     assert main(["compare", a, b, "--json"]) == status
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == verdict
-    assert all(row.keys() >= {"fact", "class", "a", "b", "remedy"} for row in told["rows"])
-    assert len(told["rows"]) == len(changes)
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"] == verdict
+    assert all(row.keys() >= {"fact", "class", "a", "b", "remedy"} for row in result["rows"])
+    assert len(result["rows"]) == len(changes)
     assert main(["compare", b, a]) == status
     text = capsys.readouterr().out
     assert ("refused" in text) is (status == 3)
@@ -117,10 +117,10 @@ def test_layouts_that_do_not_fit_are_refused_too(tmp_path: Path, capsys: pytest.
     hello = base64.b64decode(broken["hello"]).replace(b"layers.1.attn", b"layers.9.attn")
     (tmp_path / "b.json").write_text(json.dumps({**broken, "hello": base64.b64encode(hello).decode()}))
     assert main(["compare", a, str(tmp_path / "b.json"), "--json"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["verdict"] == "refused"
-    assert told["rows"][-1]["fact"] == "layout"
-    assert "layers.9.attn" in told["rows"][-1]["remedy"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"] == "refused"
+    assert result["rows"][-1]["fact"] == "layout"
+    assert "layers.9.attn" in result["rows"][-1]["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_key_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["key", "new", str(tmp_path / "key")]) == 1
 
 
-def member(name: str, told: Facts, role: Role, incarnation: str = "i") -> Member:
-    return Member(name, name, incarnation, role, told)
+def member(name: str, stated: Facts, role: Role, incarnation: str = "i") -> Member:
+    return Member(name, name, incarnation, role, stated)
 
 
 def test_the_matrix_has_every_pair() -> None:

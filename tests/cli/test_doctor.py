@@ -142,26 +142,26 @@ def test_a_missing_library_says_how_to_install_it(
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "nixl", None)
     assert main(["doctor"]) == ExitCode.ERROR
-    told = capsys.readouterr()
-    assert "FAIL  transport" in told.out
-    assert "pip install 'kvferry[nixl]'" in told.err
+    output = capsys.readouterr()
+    assert "FAIL  transport" in output.out
+    assert "pip install 'kvferry[nixl]'" in output.err
 
 
 def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--transport", "memory", "--megabytes", "1", "--json"]) == ExitCode.OK
-    told = capsys.readouterr()
-    lines = [json.loads(line) for line in told.out.splitlines()]
+    output = capsys.readouterr()
+    lines = [json.loads(line) for line in output.out.splitlines()]
     assert [line["ok"] for line in lines] == [True] * 9
     assert (lines[-1]["exit"], lines[-1]["failed"]) == (0, None)
-    assert told.err == ""
+    assert output.err == ""
 
 
 @pytest.mark.process
 def test_real_nixl_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--transport", "nixl", "--megabytes", "8", "--timeout", "60"]) == ExitCode.OK
-    told = capsys.readouterr()
-    assert told.out.count("  ok  ") == 8
-    assert "READ 8 MiB in 256 blocks, bytes compared" in told.out
+    output = capsys.readouterr()
+    assert output.out.count("  ok  ") == 8
+    assert "READ 8 MiB in 256 blocks, bytes compared" in output.out
 
 
 def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(

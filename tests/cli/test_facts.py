@@ -8,14 +8,14 @@ import pytest
 from kvferry.cli.main import main
 
 
-def told(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, object]]:
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, object]]:
     assert main(["facts", *argv, "--json"]) == 0
     facts: dict[str, dict[str, object]] = json.loads(capsys.readouterr().out)["facts"]
     return facts
 
 
 def test_flags_reach_the_facts(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = told(
+    facts = output_of(
         capsys, str(tiny), "--role", "decode", "--dtype", "float32", "--transfer-mode", "push",
         "--block-tokens", "8", "--protocol-max", "1", "--strict",
     )  # fmt: skip

@@ -12,10 +12,10 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--runs", "200", "--seed", "3", "--jobs", "1", "--json"]) == ExitCode.OK
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
-    told = json.loads(line)
-    assert set(told) == {"seed", "handoffs", "violations", "mutant", "seconds"}
-    assert (told["seed"], told["violations"], told["mutant"]) == (3, 0, None)
-    assert told["handoffs"] >= 200
+    result = json.loads(line)
+    assert set(result) == {"seed", "handoffs", "violations", "mutant", "seconds"}
+    assert (result["seed"], result["violations"], result["mutant"]) == (3, 0, None)
+    assert result["handoffs"] >= 200
     assert "seed 3" in captured.err
 
 
@@ -41,13 +41,13 @@ def test_one_world_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--runs", "0"], "--runs=0 and --jobs=1 must be at least 1"),
         (["--seed", "-1"], "--seed=-1 must be between 0 and 2147483647"),
         (["--mutant", "none"], f"mutant 'none' does not exist: choose one of {', '.join(sorted(MUTANTS))}"),
     ],
 )
-def test_wrong_options(options: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--jobs", "1", *options]) == ExitCode.ERROR
-    assert f"kvferry sim: {told}\n" in capsys.readouterr().err
+    assert f"kvferry sim: {message}\n" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def host(pipe: Connection) -> None:
             if pipe.poll(0.0 if busy else 0.005):
                 try:
                     order = pipe.recv()
-                except EOFError:  # whoever told us what to do is gone
+                except EOFError:  # the process that gives us orders is gone
                     return
                 if order is None:
                     return
@@ -104,9 +104,9 @@ def host(pipe: Connection) -> None:
                     worker = workers[order.key] = build_worker(order.settings, launcher)
                     pipe.send(Opened(order.key, _address(worker)))
                     continue
-                told = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
-                if told is not None:
-                    pipe.send(told)
+                reply = _do(order, workers, asked, lambda: _step(workers, asked, pipe.send))
+                if reply is not None:
+                    pipe.send(reply)
             elif busy:
                 _step(workers, asked, pipe.send)
                 pause.wait(0.0003)

@@ -56,7 +56,7 @@ def questions(count: int, model: str = MODEL, *, seed: int = 0, lengths: tuple[i
     return made
 
 
-def ask_all(url: str, asked: Sequence[Question], told: Callable[[int], None] = lambda done: None) -> list[Answer]:
+def ask_all(url: str, asked: Sequence[Question], report: Callable[[int], None] = lambda done: None) -> list[Answer]:
     """Every question, `AT_ONCE` at a time; the answers in order."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = []
@@ -64,7 +64,7 @@ def ask_all(url: str, asked: Sequence[Question], told: Callable[[int], None] = l
             lambda q: complete(url, q.prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=300.0), asked
         ):
             answers.append(answer)
-            told(len(answers))
+            report(len(answers))
         return answers
 
 
@@ -95,7 +95,7 @@ def tally(mode: str, asked: Sequence[Question], alone: Sequence[Answer], handed:
 
 
 def run(
-    directory: Path, mode: str, asked: Sequence[Question], alone: list[Answer], told: Callable[[str], None]
+    directory: Path, mode: str, asked: Sequence[Question], alone: list[Answer], report: Callable[[str], None]
 ) -> dict[str, object]:
     """One mode: the decode worker alone, if `alone` has no answers yet; then both behind a router."""
     flags = ("--dtype", "float32", "--cache-gb", "0.5", "--no-prefix-caching", "--verify", "all", "--threads", "1")
@@ -108,8 +108,8 @@ def run(
             worker.wait_ready()
         router = fleet.route(prefill=workers[:1], decode=workers[1:])
         if not alone:
-            alone += ask_all(workers[1].url, asked, lambda done: told(f"{mode}: alone {done}/{len(asked)}"))
-        handed = ask_all(router.url, asked, lambda done: told(f"{mode}: handed over {done}/{len(asked)}"))
+            alone += ask_all(workers[1].url, asked, lambda done: report(f"{mode}: alone {done}/{len(asked)}"))
+        handed = ask_all(router.url, asked, lambda done: report(f"{mode}: handed over {done}/{len(asked)}"))
         return tally(mode, asked, alone, handed)
 
 

@@ -68,7 +68,7 @@ class Tally:
     def note(self, question: Question, answer: Answer) -> None:
         """Sort one answer in. A fault is what must never be."""
         said = f"prompt of {len(question.prompt)}: status={answer.status} broken={answer.broken!r} "
-        said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} told={answer.kvferry}"
+        said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} account={answer.kvferry}"
         if answer.token_ids != question.right[: len(answer.token_ids)]:
             self.faults.append("wrong tokens: " + said)
         elif answer.whole:
@@ -125,7 +125,7 @@ def seed() -> int:
 
 
 class Load:
-    """Clients that ask until they are told to stop. A context."""
+    """Clients that send requests until the context ends."""
 
     def __init__(self, url: str, questions: list[Question], seed: int) -> None:
         self.tally = Tally()

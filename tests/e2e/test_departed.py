@@ -42,8 +42,8 @@ def test_the_first_request_after_a_restart_is_handed_over(mode: str, tmp_path: P
         assert hand_over(p, d, 0)["handed_over"] == 100
         for number, killed in enumerate((p, d, p), start=1):
             killed.restart()
-            told = hand_over(p, d, number)
-            assert told["handed_over"] == 100, told
+            account = hand_over(p, d, number)
+            assert account["handed_over"] == 100, account
         for process in (p, d):
             until(partial(knows_one_peer, process), "one peer is known")
             assert [peer["state"] for peer in process.describe()["peers"]] == ["accepted"]

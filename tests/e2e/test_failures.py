@@ -66,8 +66,8 @@ def _wait_usable(fleet: Fleet) -> None:
     router = fleet.routers["router"]
 
     def usable() -> bool:
-        told = router.describe()
-        known = {worker["url"]: worker["incarnation"] for worker in told.get("workers", []) if worker["usable"]}
+        view = router.describe()
+        known = {worker["url"]: worker["incarnation"] for worker in view.get("workers", []) if worker["usable"]}
         return all(known.get(w.url) == w.describe().get("incarnation") for n, w in fleet.workers.items() if n in "pd")
 
     until(usable, "the router uses both workers", within_s=15)
@@ -110,13 +110,13 @@ def decode(worker: Process, prompt: list[int], params: object, **fields: Any) ->
 
 
 def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why: str) -> None:
-    """The client got the right tokens, and is told that nothing was handed over, and why."""
+    """Checks that the client got the right tokens, and an account that says why nothing was handed over."""
     assert answer.whole, answer
     assert answer.token_ids == expected
-    told = answer.kvferry
+    account = answer.kvferry
     # A first attempt at the same decode worker may have computed some of it before the router sent it there again.
-    assert (told["handed_over"], told["cached"] + told["recomputed"]) == (0, num_prompt), told
-    assert told["recomputed"] > 0, told
+    assert (account["handed_over"], account["cached"] + account["recomputed"]) == (0, num_prompt), account
+    assert account["recomputed"] > 0, account
     for part in why:
         assert part in answer.kvferry["why"], answer.kvferry
 
@@ -228,8 +228,8 @@ def test_prefill_dies_after_it_has_computed(fleet: Fleet) -> None:
         fleet.workers["p"].kill()
         answer = decode(fleet.workers["d"], prompt, params)
         assert_recomputed(answer, right(fleet, prompt), 50)
-        told = answer.kvferry["why"]  # where it was not known, the router may have made them meet meanwhile
-        assert "prefill rank 0 is gone" in told or (not known and params["remote_host"] in told), told
+        reason = answer.kvferry["why"]  # where it was not known, the router may have made them meet meanwhile
+        assert "prefill rank 0 is gone" in reason or (not known and params["remote_host"] in reason), reason
         fleet.workers["p"].restart()
         _wait_usable(fleet)
 
@@ -348,7 +348,7 @@ def test_a_client_that_hangs_up_while_decode_waits_for_kv(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"remote_port": "seven"}, "remote_port"),
         ({"remote_block_ids": 7}, "remote_block_ids"),
@@ -357,9 +357,9 @@ def test_a_client_that_hangs_up_while_decode_waits_for_kv(fleet: Fleet) -> None:
         ({"remote_num_tokens": 1.5}, "remote_num_tokens"),
     ],
 )
-def test_params_of_a_wrong_type_are_refused(fleet: Fleet, change: dict[str, Any], told: str) -> None:
+def test_params_of_a_wrong_type_are_refused(fleet: Fleet, change: dict[str, Any], message: str) -> None:
     params = {"do_remote_prefill": True, "transfer_id": "x", **change}
-    assert_error(decode(fleet.workers["d"], a_prompt(20), params), 400, "kv_transfer_params", told)
+    assert_error(decode(fleet.workers["d"], a_prompt(20), params), 400, "kv_transfer_params", message)
 
 
 def test_params_that_are_no_object_are_refused(fleet: Fleet) -> None:

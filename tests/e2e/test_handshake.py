@@ -71,9 +71,9 @@ def hand_over(p: Process, d: Process, prompt: list[int], transfer: str) -> tuple
 
 def refused_by(process: Process) -> dict[str, str]:
     """GET /health."""
-    told: dict[str, Any] = get(process.url, "/health")
-    assert told["status"] == "ok"
-    refused: dict[str, str] = told["refused_peers"]
+    health: dict[str, Any] = get(process.url, "/health")
+    assert health["status"] == "ok"
+    refused: dict[str, str] = health["refused_peers"]
     return refused
 
 
@@ -136,20 +136,20 @@ def test_an_old_and_a_new_worker_serve_together(fleet: Fleet, older: str) -> Non
 
 def test_a_thousand_refusals_leave_a_real_worker_as_it_was(fleet: Fleet) -> None:  # R24
     p = fleet.worker("p", "--dtype", "float32", role="prefill").wait_ready()
-    told = p.describe()
-    theirs = Facts.from_json(told["facts"])
+    info = p.describe()
+    theirs = Facts.from_json(info["facts"])
     stranger = LocalSide(
         theirs.replace({"role": "decode", "kv.dtype": "fp8_e4m3"}), _hello("stranger"), lambda peer: None
     )
     question = ask(stranger)
-    settings = SideChannelSettings(port=told["side_channel"]["port"])
+    settings = SideChannelSettings(port=info["side_channel"]["port"])
     client = SideChannelClient(settings)
     try:
 
         def refuse(num: int) -> None:
             num_refused = 0
             while num_refused < num:
-                reply = decode_envelope(client.ask(told["side_channel"]["host"], settings.port, question))
+                reply = decode_envelope(client.ask(info["side_channel"]["host"], settings.port, question))
                 assert reply.kind in (Kind.REFUSE, Kind.BUSY)
                 num_refused += reply.kind is Kind.REFUSE
                 assert reply.kind is Kind.BUSY or "kv.dtype" in reply.reason

@@ -75,11 +75,11 @@ def _ask(fleet: Fleet, length: int, **changes: Any) -> Answer:
 
 def _handed_over(answer: Answer, length: int) -> str:
     """Why it is not what it has to be; "": every prompt token was handed over, and every byte verified."""
-    told = answer.kvferry
+    account = answer.kvferry
     if not answer.whole:
         return f"not whole: {answer}"
-    if (told["handed_over"], told["cached"], told["recomputed"]) != (length, 0, 0) or not told["verified"]:
-        return f"not handed over: {told}"
+    if (account["handed_over"], account["cached"], account["recomputed"]) != (length, 0, 0) or not account["verified"]:
+        return f"not handed over: {account}"
     return ""
 
 
@@ -95,9 +95,9 @@ def test_unequal_ranks_hand_over_every_token(
         assert answer.token_ids == alone[length], length
     fleet.wait_blocks_free()
     for process in fleet.workers.values():
-        told = process.describe()
-        assert len(told["ranks"]) == told["tp_size"] * told["pp_size"] > 1
-        assert len({rank["pid"] for rank in told["ranks"]} | {process.pid}) == len(told["ranks"]) + 1
+        view = process.describe()
+        assert len(view["ranks"]) == view["tp_size"] * view["pp_size"] > 1
+        assert len({rank["pid"] for rank in view["ranks"]} | {process.pid}) == len(view["ranks"]) + 1
 
 
 @pytest.mark.parametrize("side", ["p", "d"])
@@ -131,8 +131,8 @@ def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int
 
 
 def _revived(worker: Process, before: dict[str, Any]) -> dict[str, Any] | None:
-    told = worker.describe()
-    return told if told.get("incarnation", before["incarnation"]) != before["incarnation"] else None
+    view = worker.describe()
+    return view if view.get("incarnation", before["incarnation"]) != before["incarnation"] else None
 
 
 def test_ranks_end_with_their_engines_process(pull: Fleet) -> None:

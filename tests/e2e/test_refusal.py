@@ -100,8 +100,8 @@ def test_a_role_that_was_given_wrongly(fleet: Fleet) -> None:
     """A decode worker as --prefill: the router says so, and how to mend it."""
     d = fleet.worker("d", role="decode").wait_ready()
     fleet.route(prefill=[d], decode=[d])
-    told = fleet.routers["router"].describe()["workers"]
-    (wrong,) = [one for one in told if one["wanted"] == "prefill"]
+    workers = fleet.routers["router"].describe()["workers"]
+    (wrong,) = [one for one in workers if one["wanted"] == "prefill"]
     assert not wrong["usable"]
     assert "--decode" in wrong["why"], wrong
     _, answer = ask(fleet.url)

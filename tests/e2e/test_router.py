@@ -101,10 +101,10 @@ def test_the_router_learns_what_is_cached(fleet: Fleet) -> None:
     answer = post(fleet.url, {"prompt": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0})
     assert answer.whole, answer
 
-    def told() -> bool:
+    def both_reported() -> bool:
         return all(worker["cached_blocks"] > 3 for worker in get(fleet.url, "/v1/kvferry")["workers"])
 
-    until(told, "both tell their blocks")
+    until(both_reported, "both tell their blocks")
     again = post(fleet.url, {"prompt": text, "max_tokens": 4, "ignore_eos": True, "temperature": 0.0})
     assert again.kvferry["cached"] > 0
     assert again.text == answer.text
@@ -158,10 +158,10 @@ def _send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
 
 def _answered(connection: http.client.HTTPConnection) -> dict[str, Any]:
     response = connection.getresponse()
-    told: dict[str, Any] = json.loads(response.read())
+    body: dict[str, Any] = json.loads(response.read())
     connection.close()
-    assert response.status == 200, told
-    return told
+    assert response.status == 200, body
+    return body
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_push_to_both_at_once_saves_the_registration(fleet: Fleet) -> None:
     if fleet.mode != "push":
         pytest.skip("there is nothing to overlap in pull mode")
     p, d, pause = fleet.workers["p"], fleet.workers["d"], threading.Event()
-    told = p.describe()
+    info = p.describe()
     seen: dict[str, list[float]] = defaultdict(list)
     for number in range(2 * PAIRS):
         way = ("at_once", "in_turn")[number % 2]
@@ -200,8 +200,8 @@ def test_push_to_both_at_once_saves_the_registration(fleet: Fleet) -> None:
         ask = {**body, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": f"{way}-{number}"}}
         take = {**body, "kv_transfer_params": {
             "do_remote_prefill": True, "transfer_mode": "push", "transfer_id": f"{way}-{number}",
-            "remote_engine_id": "p", "remote_incarnation": told["incarnation"],
-            "remote_host": told["side_channel"]["host"], "remote_port": told["side_channel"]["port"],
+            "remote_engine_id": "p", "remote_incarnation": info["incarnation"],
+            "remote_host": info["side_channel"]["host"], "remote_port": info["side_channel"]["port"],
         }}  # fmt: skip
         began_s = time.monotonic()
         first = _send(p.url, ask)

@@ -95,17 +95,24 @@ def test_prefill_and_decode_say_what_one_engine_says(  # R36, R12
     chosen = [prompt for prompt in prompts if len(prompt) <= case.longest]
     answers = _ask_all(fleet.routers[f"route-p{case.chunk}"].url, chosen, case.at_once)
     for prompt, answer, expected in zip(chosen, answers, alone, strict=False):
-        told = answer.kvferry
-        where = f"{fleet.mode}, {len(prompt)} tokens, {case}: {told} {answer.error or answer.broken}\n{fleet.tails()}"
+        account = answer.kvferry
+        where = (
+            f"{fleet.mode}, {len(prompt)} tokens, {case}: {account} {answer.error or answer.broken}\n{fleet.tails()}"
+        )
         assert answer.whole, where
         assert answer.token_ids == expected.result(), where
         # R36: nothing that was handed over is computed again, and that is all of the prompt.
-        assert (told["handed_over"], told["cached"], told["recomputed"], told["why"]) == (len(prompt), 0, 0, ""), where
-        assert (told["mode"], told["prefill"], told["decode"]) == (fleet.mode, f"p{case.chunk}", "d"), where
-        assert told["bytes"] == -(-len(prompt) // 16) * 16 * 30 * 2 * 3 * 64 * 4, where  # whole blocks
-        assert told["verified"] > 0, where
+        assert (account["handed_over"], account["cached"], account["recomputed"], account["why"]) == (
+            len(prompt),
+            0,
+            0,
+            "",
+        ), where
+        assert (account["mode"], account["prefill"], account["decode"]) == (fleet.mode, f"p{case.chunk}", "d"), where
+        assert account["bytes"] == -(-len(prompt) // 16) * 16 * 30 * 2 * 3 * 64 * 4, where  # whole blocks
+        assert account["verified"] > 0, where
         if fleet.mode == "pull":
-            assert told["verified"] >= 30 * 2, where  # K and V of every layer
+            assert account["verified"] >= 30 * 2, where  # K and V of every layer
     fleet.wait_blocks_free()
 
 

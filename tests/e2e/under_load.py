@@ -55,9 +55,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one object")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-load-") as scratch:
-        told = _run(args, Path(scratch))
-    print(json.dumps(told, indent=None if args.json else 1))  # noqa: T201  # a program of its own
-    return 0 if not told["faults"] else 1
+        result = _run(args, Path(scratch))
+    print(json.dumps(result, indent=None if args.json else 1))  # noqa: T201  # a program of its own
+    return 0 if not result["faults"] else 1
 
 
 def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -149,8 +149,10 @@ def _end_aiperf(process: "subprocess.Popen[bytes]", args: argparse.Namespace, sc
         for row in csv.reader(path.open()):
             header = row if row and row[0] == "Metric" else header
             if row and row[0] in ROWS:
-                told = dict(zip(header, row, strict=False))
-                found[row[0]] = {name: told[name] for name in ("avg", "p50", "p90", "p99", "Value") if told.get(name)}
+                columns = dict(zip(header, row, strict=False))
+                found[row[0]] = {
+                    name: columns[name] for name in ("avg", "p50", "p90", "p99", "Value") if columns.get(name)
+                }
     if status:
         found["log"] = (scratch / "aiperf.log").read_text(errors="replace")[-2000:]
     return found

@@ -103,9 +103,9 @@ def test_layouts_that_do_not_fit_are_refused_with_their_reason(error: Exception)
     reply, outcome = judge_ask(side("p0", fit=fit), decode_envelope(ask(side("d0", role=Role.DECODE))))
     assert isinstance(outcome, Refused)
     assert str(error) in outcome.reason
-    told = judge_reply(side("d0", role=Role.DECODE), reply, asked_protocol=PROTOCOL_MAX)
-    assert isinstance(told, Refused)
-    assert str(error) in told.reason
+    judged = judge_reply(side("d0", role=Role.DECODE), reply, asked_protocol=PROTOCOL_MAX)
+    assert isinstance(judged, Refused)
+    assert str(error) in judged.reason
 
 
 def changed(**changes: object) -> Envelope:
@@ -148,9 +148,9 @@ def test_replies_out_of_place_are_refused(kind: Kind) -> None:
 
 def test_busy_is_temporary_and_garbage_is_not() -> None:
     d = side("d0", role=Role.DECODE)
-    told = judge_reply(d, busy("p0", "-", "later"), asked_protocol=PROTOCOL_MAX)
-    assert isinstance(told, Refused)
-    assert told.temporary
+    judged = judge_reply(d, busy("p0", "-", "later"), asked_protocol=PROTOCOL_MAX)
+    assert isinstance(judged, Refused)
+    assert judged.temporary
     garbage = judge_reply(d, b"HTTP/1.1 400", asked_protocol=PROTOCOL_MAX)
     assert isinstance(garbage, Refused)
     assert garbage.engine is None

@@ -65,10 +65,10 @@ def test_names_stand_in_for_a_missing_fingerprint() -> None:
 
 
 def test_facts_survive_json() -> None:
-    told = facts(packings=("a",))
-    again = Facts.from_json(json.loads(json.dumps(told.to_json())))
-    assert again == told
-    assert digest(again) == digest(told)
+    original = facts(packings=("a",))
+    again = Facts.from_json(json.loads(json.dumps(original.to_json())))
+    assert again == original
+    assert digest(again) == digest(original)
 
 
 def test_saved_facts_without_classes_take_the_tables() -> None:
@@ -121,12 +121,12 @@ def test_run_length() -> None:
 
 def test_digest_is_pinned() -> None:
     """Bytes that version 1 hashed. Never edit: peers of every release compute this digest."""
-    told = [
+    listed = [
         Fact("b", "x", FactKind.MUST_MATCH),
         Fact("a", (1, "é"), FactKind.MUST_MATCH),
         Fact("c", 1.0, FactKind.MUST_MATCH),
         Fact("d", None, FactKind.MUST_MATCH),
         Fact("e", 5, FactKind.BRIDGED),
     ]
-    assert digest_text(Facts(told)) == '"a"=[1,"\\u00e9"]\n"b"="x"\n"c"=1\n'
-    assert digest(Facts(told)).hex() == "1c09e7ce43ccc23a417e77231fca3548efe1eef7a0853012f92e176706d5c984"
+    assert digest_text(Facts(listed)) == '"a"=[1,"\\u00e9"]\n"b"="x"\n"c"=1\n'
+    assert digest(Facts(listed)).hex() == "1c09e7ce43ccc23a417e77231fca3548efe1eef7a0853012f92e176706d5c984"

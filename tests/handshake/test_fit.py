@@ -58,10 +58,10 @@ def test_desks_with_real_layouts() -> None:
     assert [peer.engine for peer in p.take_accepted()] == ["d"]
 
 
-def windowed(*, hybrid: bool, told: bool = False) -> CacheLayout:
+def windowed(*, hybrid: bool, declared: bool = False) -> CacheLayout:
     """One layer with a window of 8: in a window group, or in one that keeps every block (and may know the window)."""
     builder = LayoutBuilder(Rank(0))
-    group = builder.window(4, 8) if hybrid else builder.full(4, window_tokens=8 if told else None)
+    group = builder.window(4, 8) if hybrid else builder.full(4, window_tokens=8 if declared else None)
     builder.attention("layers.0.attn", group, heads=head_range(2, 0, 1), head_dim=2, element_bytes=2, encoding="bf16",
                       num_blocks=8)  # fmt: skip
     return builder.build()
@@ -80,6 +80,6 @@ def test_a_window_on_prefill_where_decode_keeps_every_token_is_refused_on_both_s
         make_fit((window,), Role.PREFILL)(says(full, d.hello))
     with pytest.raises(IncompatiblePeer, match=reason):
         make_fit((full,), Role.DECODE)(says(window, p.hello))
-    make_fit((window,), Role.PREFILL)(says(windowed(hybrid=False, told=True), d.hello))  # it needs the window only
+    make_fit((window,), Role.PREFILL)(says(windowed(hybrid=False, declared=True), d.hello))  # it needs the window only
     make_fit((full,), Role.PREFILL)(says(window, d.hello))  # more than is needed is no harm
     make_fit((window,), Role.PREFILL)(says(window, d.hello))

@@ -20,7 +20,7 @@ ANY_FACTS = st.dictionaries(
     st.one_of(st.sampled_from(sorted(FACTS)), st.text(min_size=1, max_size=12)),
     st.tuples(VALUES, st.sampled_from(FactKind)),
     max_size=12,
-).map(lambda told: Facts(Fact(name, value, kind) for name, (value, kind) in told.items()))
+).map(lambda values: Facts(Fact(name, value, kind) for name, (value, kind) in values.items()))
 
 
 @given(ANY_FACTS, ANY_FACTS, st.booleans())
@@ -36,8 +36,8 @@ def test_total_and_symmetric(a: Facts, b: Facts, strict: bool) -> None:  # R1 R1
 
 @given(ANY_FACTS)
 def test_facts_fit_themselves(a: Facts) -> None:
-    told = a.replace({"role": "both"})
-    assert verdict(told, told).kind is VerdictKind.COMPATIBLE
+    both = a.replace({"role": "both"})
+    assert verdict(both, both).kind is VerdictKind.COMPATIBLE
 
 
 @given(
@@ -93,9 +93,9 @@ def test_the_refusal_is_one_line_with_everything() -> None:  # R10
 
 
 def test_json_has_the_promised_names() -> None:
-    told = verdict(facts(), decode_facts(kv_dtype="fp8")).to_json()
-    assert told["verdict"] == "refused"
-    rows = told["rows"]
+    result = verdict(facts(), decode_facts(kv_dtype="fp8")).to_json()
+    assert result["verdict"] == "refused"
+    rows = result["rows"]
     assert isinstance(rows, list)
     assert {"fact", "class", "a", "b", "remedy"} <= rows[0].keys()
 

@@ -1,1 +1,1 @@
-"""What tests share: servers, scripted workers, tiny models. Benchmarks may use it too."""
+"""Code that tests share: servers, scripted workers, tiny models. Benchmarks may use it too."""

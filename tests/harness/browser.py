@@ -1,4 +1,4 @@
-"""A real Chromium, driven over its DevTools protocol: https://chromedevtools.github.io/devtools-protocol/."""
+"""Drives a real Chromium over its DevTools protocol: https://chromedevtools.github.io/devtools-protocol/."""
 
 import asyncio
 import base64
@@ -19,13 +19,13 @@ _KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Home": 36, "End": 35, "ArrowLeft": 37,
 
 
 def chromium_path() -> str | None:
-    """Where Chromium is, or None."""
+    """Returns the path of Chromium, or None."""
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 class Page:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -33,10 +33,10 @@ class Page:
         self._serial = 0
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.complaints: list[str] = []
-        """Exceptions and errors in the page's console."""
+        """Exceptions and errors from the page's console."""
 
     async def open(self) -> None:
-        """A tab of its own."""
+        """Opens a new tab."""
         target = await self.call("Target.createTarget", url="about:blank")
         attached = await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
@@ -44,62 +44,62 @@ class Page:
             await self.call(f"{domain}.enable")
 
     async def pump(self) -> None:
-        """Take what the browser says, until it ends."""
+        """Receives messages from the browser until the connection ends."""
         async for message in self._socket:
-            told = json.loads(message.data)
-            if (future := self._waiting.pop(told.get("id"), None)) is not None and not future.done():
-                future.set_result(told)
-            elif told.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(told["params"]["exceptionDetails"])[:500])
-            elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
-                self.complaints.append(told["params"]["entry"]["text"])
+            reply = json.loads(message.data)
+            if (future := self._waiting.pop(reply.get("id"), None)) is not None and not future.done():
+                future.set_result(reply)
+            elif reply.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(reply["params"]["exceptionDetails"])[:500])
+            elif reply.get("method") == "Log.entryAdded" and reply["params"]["entry"]["level"] == "error":
+                self.complaints.append(reply["params"]["entry"]["text"])
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command. Raises AssertionError with what the browser says."""
+        """Sends one command and returns its result. Raises AssertionError with the browser's error."""
         self._serial += 1
         future = self._waiting[self._serial] = asyncio.get_running_loop().create_future()
         message = {"id": self._serial, "method": method, "params": params}
         await self._socket.send_json(message if self._session is None else {**message, "sessionId": self._session})
-        told = await asyncio.wait_for(future, 30)
-        assert "error" not in told, (method, told["error"])
-        result: dict[str, Any] = told["result"]
+        reply = await asyncio.wait_for(future, 30)
+        assert "error" not in reply, (method, reply["error"])
+        result: dict[str, Any] = reply["result"]
         return result
 
     async def go(self, url: str) -> None:
-        """Load a page."""
+        """Loads a page."""
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete'")
 
     async def js(self, expression: str) -> Any:
-        """The value of an expression; a promise is waited for."""
-        told = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        """Returns the value of an expression, and waits for it if it is a promise."""
+        reply = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply["exceptionDetails"]
+        return reply["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 15.0) -> Any:
-        """Wait until an expression is true; its value."""
+        """Waits until an expression is true, and returns its value."""
         async with asyncio.timeout(timeout_s):
             while not (value := await self.js(expression)):
                 await asyncio.sleep(0.05)
         return value
 
     async def press(self, key: str) -> None:
-        """A key, as a person presses it."""
+        """Presses a key as a user would."""
         code = {"key": key, "code": "Space" if key == " " else key, "windowsVirtualKeyCode": _KEYS[key]}
         text = {"Enter": "\r", " ": " "}.get(key)
         await self.call("Input.dispatchKeyEvent", type="keyDown", **code, **({"text": text} if text else {}))
         await self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 
     async def type(self, text: str) -> None:
-        """Characters into what has the focus."""
+        """Types characters into the element that has the focus."""
         await self.call("Input.insertText", text=text)
 
     async def prefer(self, scheme: str) -> None:
-        """`light` or `dark`, as the system says."""
+        """Sets the colour scheme of the system: `light` or `dark`."""
         await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def size(self, width: int, height: int) -> None:
-        """Of the window, in pixels."""
+        """Sets the size of the window in pixels."""
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
@@ -113,7 +113,7 @@ class Page:
 
 @asynccontextmanager
 async def a_page(chromium: str, scratch: Path) -> AsyncIterator[Page]:
-    """A tab in a Chromium that ends with the context."""
+    """Yields a tab in a new Chromium, which ends with the context."""
     process = await asyncio.create_subprocess_exec(
         chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         "--no-proxy-server", "--remote-debugging-port=0", f"--user-data-dir={scratch / 'profile'}", "about:blank",

@@ -1,4 +1,4 @@
-"""A prefill worker in a process of its own that tells what is in its cache: for tests that compare bytes."""
+"""A prefill worker in its own process that reports the content of its cache, for tests that compare bytes."""
 
 import threading
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = ["Computed", "Identity", "serve_bytes", "tokens_in"]
 
 @dataclass(frozen=True)
 class Identity:
-    """Where the worker is found, for the parameters of a push."""
+    """The address of the worker, for the parameters of a push."""
 
     engine: str
     incarnation: str
@@ -29,14 +29,14 @@ class Identity:
 
 @dataclass(frozen=True)
 class Computed:
-    """A prompt that was computed: the parameters for decode, and its KV as it is in the cache."""
+    """A prompt that was computed: the parameters for decode, and a copy of its KV in the cache."""
 
     params: dict[str, Any]
     kv: bytes
 
 
 def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -> torch.Tensor:
-    """KV of tokens [start, stop) of a request with these blocks: [layers, 2, heads, tokens, head_dim], copied."""
+    """Returns a copy of the KV of tokens [start, stop) in these blocks, as [layers, 2, heads, tokens, head_dim]."""
     assert isinstance(worker.engine.executor, LocalExecutor)
     cache, ids = worker.engine.executor.cache, torch.tensor(block_ids)
     layers = dict.fromkeys(name for group in cache.groups for name in group.layers)
@@ -47,7 +47,7 @@ def tokens_in(worker: Worker, block_ids: Sequence[int], start: int, stop: int) -
 
 
 def serve_bytes(pipe: Connection, settings: WorkerSettings) -> None:
-    """The child's main: answers (name, prompt, transfer id) with Computed, `stats` with free blocks; None ends it."""
+    """Runs in the child. Answers (name, prompt, transfer id) with Computed, `stats` with free blocks; None ends it."""
     torch.set_num_threads(1)
     worker = build_worker(settings)
     pause = threading.Event()

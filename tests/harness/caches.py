@@ -1,4 +1,4 @@
-"""Pairs of caches for the staging tests: layouts with memory, and what a direct transfer would do to it."""
+"""Pairs of caches for the staging tests: layouts with memory, and the result of a direct transfer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Shape:
 
 
 def layout(shape: Shape, *, num_layers: int = 3, num_heads: int = 4) -> CacheLayout:
-    """A cache of NUM_TOKENS tokens and some spare blocks."""
+    """Makes a cache of NUM_TOKENS tokens and some spare blocks."""
     builder = LayoutBuilder(Rank(index=shape.tp[0], tp_rank=shape.tp[0], tp_size=shape.tp[1]))
     group = builder.full(shape.block_tokens)
     heads = head_range(num_heads, *shape.tp)
@@ -55,7 +55,7 @@ def layout(shape: Shape, *, num_layers: int = 3, num_heads: int = 4) -> CacheLay
 
 
 def table(shape: Shape, seed: int | None) -> list[BlockTable]:
-    """Blocks in order (seed None), or shuffled."""
+    """Returns the blocks in order (seed None), or shuffled."""
     num_blocks = NUM_TOKENS // shape.block_tokens + 3
     used = NUM_TOKENS // shape.block_tokens
     ids = np.arange(num_blocks) if seed is None else np.random.default_rng(seed).permutation(num_blocks)
@@ -63,7 +63,7 @@ def table(shape: Shape, seed: int | None) -> list[BlockTable]:
 
 
 def edge(source: Shape, destination: Shape) -> Edge:
-    """The edge from that rank of the source (all of its ranks are paired)."""
+    """Returns the edge from this rank of the source, after all its ranks were paired."""
     ranks = [layout(Shape(**{**source.__dict__, "tp": (rank, source.tp[1])})) for rank in range(source.tp[1])]
     found = pair(ranks, layout(destination)).edge_from(source.tp[0])
     assert found is not None
@@ -71,7 +71,7 @@ def edge(source: Shape, destination: Shape) -> Edge:
 
 
 def buffers(cache: CacheLayout, seed: int) -> Buffers:
-    """Memory for a layout, filled with noise."""
+    """Returns memory for a layout, filled with random bytes."""
     random = np.random.default_rng(seed)
     return [np.frombuffer(random.bytes(region.num_bytes), np.uint8).copy() for region in cache.regions]
 
@@ -84,7 +84,7 @@ def moved_directly(
     source: Buffers,
     into: Buffers,
 ) -> Buffers:
-    """The destination after every planned run was copied, one by one."""
+    """Returns the destination's memory after every planned run was copied one by one."""
     result = [buffer.copy() for buffer in into]
     for runs in plan(over, source_tables, tables, wanted):
         for from_, to, length in zip(runs.source, runs.destination, runs.length, strict=True):

@@ -1,4 +1,4 @@
-"""A small HTTP client for tests: a completion, streamed or not, as one record. It blocks; any thread may use it."""
+"""A small blocking HTTP client for tests, for any thread: it returns a completion, streamed or not, as one record."""
 
 import http.client
 import json
@@ -12,7 +12,7 @@ __all__ = ["Answer", "Stream", "complete", "get", "metrics", "post"]
 
 @dataclass(slots=True)
 class Answer:
-    """The answer that a client got. `whole`: it ended in the way in which a good answer ends."""
+    """The answer that a client got. `whole` means that it ended as a good answer ends."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -30,12 +30,12 @@ class Answer:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a 200 with a finish reason, [DONE] if streamed, and no error on the way."""
+        """Returns whether it is a 200 with a finish reason, has [DONE] if streamed, and had no error on the way."""
         return self.status == 200 and self.error is None and not self.broken and self.done and bool(self.finish_reason)
 
     @property
     def clear_error(self) -> bool:
-        """Whether the client got an OpenAI error body, as the answer or as the last event of a stream."""
+        """Returns whether the client got an OpenAI error body, as the answer or as the last event of a stream."""
         return self.error is not None and bool(self.error.get("message")) and bool(self.error.get("type"))
 
     def _take(self, body: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def _request(url: str, method: str, path: str, body: bytes | None, timeout_s: fl
 
 
 def get(url: str, path: str, *, timeout_s: float = 10.0) -> Any:
-    """Returns the JSON of a GET, with any status; {} if there is no answer."""
+    """Returns the JSON body of a GET, whatever its status, or {} if there was no answer."""
     try:
         _, _, body = _request(url, "GET", path, None, timeout_s)
     except (OSError, http.client.HTTPException):
@@ -74,7 +74,7 @@ def get(url: str, path: str, *, timeout_s: float = 10.0) -> Any:
 
 
 def metrics(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
-    """Returns all numbers of /metrics; {} if there is no answer."""
+    """Returns all values of /metrics, or {} if there was no answer."""
     try:
         _, _, body = _request(url, "GET", "/metrics", None, timeout_s)
     except (OSError, http.client.HTTPException):
@@ -86,7 +86,7 @@ def metrics(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
 def post(
     url: str, body: object, *, path: str = "/v1/completions", timeout_s: float = 60.0, raw: bytes | None = None
 ) -> Answer:
-    """Sends a POST that is not streamed. An answer that never came has status 0."""
+    """Sends a POST without streaming. If no answer came, the status is 0."""
     sent = json.dumps(body).encode() if raw is None else raw
     try:
         status, headers, received = _request(url, "POST", path, sent, timeout_s)
@@ -124,7 +124,7 @@ class Stream:
         self._connection.close()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yields each event as it comes, and adds its content to `answer`."""
+        """Yields each event as it arrives, and adds its content to `answer`."""
         if self.answer.broken:
             return
         try:

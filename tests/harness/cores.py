@@ -1,4 +1,4 @@
-"""Puts processes on chosen cores."""
+"""Binds processes to chosen cores."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ __all__ = ["pin"]
 
 
 def pin(pid: int, cores: set[int]) -> None:
-    """Makes a process, with each of its threads, run only on these cores."""
+    """Binds a process and all its threads to these cores."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(task.name), cores)

@@ -20,18 +20,18 @@ _END = {"|", "&", "&&", ";", ">", ">>"}
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced block."""
+    """One fenced block of a page."""
 
     page: Path
     line: int
     language: str
     text: str
     reason: str | None
-    """Why it is not run; None: it is."""
+    """The reason why it is not run, or None if it is."""
 
     @property
     def where(self) -> str:
-        """The place, as a person would type it."""
+        """The place of the block as page and line."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
@@ -53,7 +53,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def commands_of(block: Block) -> list[Command]:
-    """Returns the commands of a console or sh block. A command goes on while a quote or a backslash is open."""
+    """Returns the commands of a console or sh block. A command continues while a quote or a backslash is open."""
     console = block.language == "console"
     found: list[tuple[str, list[str]]] = []
     open_command = False

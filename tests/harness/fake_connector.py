@@ -1,4 +1,4 @@
-"""A connector whose peer is the test: it records what the engine asks, and answers what the test has set."""
+"""A connector whose peer is the test: it records the engine's orders, and answers as the test has set."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,15 +16,15 @@ __all__ = ["FakeConnector", "copy_tokens"]
 
 @dataclass
 class FakeConnector:
-    """Both halves. The transfer id is `t-` and the request's id."""
+    """Both halves of a connector. The transfer id is `t-` followed by the request's id."""
 
     cache: KVCache
     answers: list[Match] = field(default_factory=list)
-    """Answers of `match`, in turn. After the last one, the whole prompt or `remote_num_tokens` comes from outside."""
+    """Answers of `match`, in order. After the last one, the whole prompt or `remote_num_tokens` comes from outside."""
     holds: bool = True
-    """Whether `request_finished` asks the engine to keep the blocks."""
+    """True if `request_finished` asks the engine to keep the blocks."""
     outcomes: list[Outcome] = field(default_factory=list)
-    """What `update` returns, in turn."""
+    """What `update` returns, in order."""
     seen: list[str] = field(default_factory=list)
     tables: dict[RequestId, tuple[BlockTable, ...]] = field(default_factory=dict)
     cached: dict[RequestId, int] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class FakeConnector:
     """Transfers that have not ended."""
 
     num_deferred: int = 0
-    """Prompt tokens that prefill leaves to decode."""
+    """The number of prompt tokens that prefill leaves to decode."""
 
     # Scheduler half
 
@@ -110,7 +110,7 @@ class FakeConnector:
     # Worker half
 
     def start_step(self, orders: StepOrders) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def end_step(self) -> StepReport:
         return StepReport()
@@ -121,7 +121,7 @@ class FakeConnector:
     # The peer
 
     def land(self, name: str, stop: int, *, note: bytes = b"") -> None:
-        """Report that the tokens up to `stop` have arrived."""
+        """Reports that the tokens up to `stop` have arrived."""
         request = RequestId(name)
         self.open.discard(request)
         arrived = TokenRange(self.cached[request], stop)
@@ -129,7 +129,7 @@ class FakeConnector:
         self.outcomes.append(Outcome(landed=(landed,)))
 
     def fail(self, name: str, *, recompute: bool = True, arrived: int = 0, released: bool = False) -> None:
-        """Report a failure. Tokens before `arrived` have come; with `released`, no peer can touch the blocks."""
+        """Reports a failure: tokens before `arrived` have come; with `released`, no peer can touch the blocks now."""
         request, transfer = RequestId(name), TransferId(f"t-{name}")
         self.open.discard(request)
         start = self.cached.get(request, 0)
@@ -138,7 +138,7 @@ class FakeConnector:
         self.outcomes.append(replace(outcome, released=(transfer,) if released else ()))
 
     def release(self, name: str) -> None:
-        """Release the transfer's blocks: no peer touches them any more."""
+        """Reports that no peer touches the transfer's blocks any more."""
         self.outcomes.append(Outcome(released=(TransferId(f"t-{name}"),)))
 
 
@@ -146,7 +146,7 @@ def copy_tokens(
     source: KVCache, source_tables: Sequence[BlockTable], target: KVCache, target_tables: Sequence[BlockTable],
     start: int, stop: int,
 ) -> None:  # fmt: skip
-    """Copy as a transport does, token by token: what both tables have of a window, and the state after `stop`."""
+    """Copies as a transport does, token by token: what both tables have of a window, and the state after `stop`."""
     for (layer, name), (part, group, _) in source.placement.parts.items():
         from_kv, to_kv = source.view(layer, name), target.view(layer, name)
         here, there = source_tables[group], target_tables[group]

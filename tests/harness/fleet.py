@@ -24,9 +24,9 @@ from tests.harness.until import until
 __all__ = ["Fleet", "Process"]
 
 START_S = 180.0
-"""The longest time to be ready; a busy machine loads torch slowly."""
+"""How long a process may take to be ready; a busy machine loads torch slowly."""
 FREE_S = 15.0
-"""The longest time until every block is free again, after lease and quarantine."""
+"""How long it may take until every block is free again, after lease and quarantine."""
 
 
 class Process:
@@ -67,7 +67,7 @@ class Process:
         OWNED.add(self._process.pid)
 
     def wait_ready(self) -> "Process":
-        """Waits until it answers requests."""
+        """Waits until the process answers requests."""
 
         def ready() -> bool:
             assert self.running, f"{self.name} ended before it was ready:\n{self.tail()}"
@@ -81,18 +81,18 @@ class Process:
 
     @property
     def url(self) -> str:
-        """The address at which it answers, which a restart keeps."""
+        """The address at which it answers; a restart keeps it."""
         return str(self.ready["url"]) if self.ready else f"http://127.0.0.1:{self.argv[self.argv.index('--port') + 1]}"
 
     @property
     def pid(self) -> int:
-        """The pid of the process that runs, or ran last."""
+        """The pid of the process that is running, or ran last."""
         assert self._process is not None, f"{self.name} was not started"
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True if the process has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def set_flag(self, flag: str, value: str) -> None:
@@ -109,7 +109,7 @@ class Process:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, and waits for its end."""
+        """Kills it with SIGKILL, and waits until it has ended."""
         self.signal(signal.SIGKILL)
         self.wait_ended(10.0)
 
@@ -119,7 +119,7 @@ class Process:
         return self.wait_ended(within_s)
 
     def wait_ended(self, within_s: float) -> int:
-        """Waits for the end and returns the exit status; a negative one is the signal that ended it."""
+        """Waits until it has ended and returns its exit status; a negative one is the signal that ended it."""
         assert self._process is not None, f"{self.name} was not started"
         try:
             return self._process.wait(within_s)
@@ -138,7 +138,7 @@ class Process:
         return "\n".join(self.log.read_text("utf-8", "replace").splitlines()[-lines:])
 
     def logged(self, text: str) -> bool:
-        """Returns whether its log has this text."""
+        """Returns whether its log contains this text."""
         return text in self.log.read_text("utf-8", "replace")
 
     # ---- what it holds
@@ -149,7 +149,7 @@ class Process:
         return description
 
     def blocks_in_use(self) -> str:
-        """Returns why not every block is free; "" if all are. A process that does not answer counts as busy."""
+        """Returns why not every block is free, or "" if all are. A process that does not answer counts as busy."""
         numbers = metrics(self.url)
         if not numbers:
             return "it does not answer"
@@ -165,7 +165,7 @@ class Process:
         return ", ".join(f"{name}={value:g}" for name, value in busy.items())
 
     def note_shared_memory(self) -> None:
-        """Notes the shared memory of the process and its children, which must be gone after them. Call it first."""
+        """Records the shared memory of the process and its children, which must be gone after their end."""
         self._members.update(_session(self.pid))
         for pid in self._members:
             with contextlib.suppress(OSError):
@@ -175,7 +175,7 @@ class Process:
                         self._shared.add(path.removesuffix(" (deleted)"))
 
     def leftovers(self) -> list[str]:
-        """Returns what processes that have ended left behind: members of their sessions, and shared memory."""
+        """Returns what ended processes have left behind: members of their sessions, and shared memory."""
         left = [f"process {pid} of {self.name}" for pid in self.pids for pid in _session(pid)]
         left += [f"{path} of {self.name}" for path in sorted(self._shared) if Path(path).exists()]
         for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]:
@@ -196,10 +196,10 @@ def _session(leader: int) -> Iterator[int]:
 
 
 class Fleet:
-    """Workers and perhaps a router. A context: leaving it ends everything, and proves that nothing is left."""
+    """Workers and perhaps a router. Leaving the context ends all of them, and checks that nothing is left."""
 
     def __init__(self, directory: Path, *flags: str, model: str, mode: str = "pull") -> None:
-        """`flags` go to every worker."""
+        """Adds `flags` to the command line of every worker."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.mode = mode
@@ -219,7 +219,7 @@ class Fleet:
     def route(
         self, *flags: str, prefill: Sequence[Process], decode: Sequence[Process], name: str = "router"
     ) -> Process:
-        """Starts a router in front of workers that are ready, and waits for it."""
+        """Starts a router in front of workers that are ready, and waits until it is ready too."""
         argv = ["route", "--port", "0", "--health-every", "0.2", *flags]
         for role, processes in (("prefill", prefill), ("decode", decode)):
             for process in processes:
@@ -230,7 +230,7 @@ class Fleet:
 
     @property
     def processes(self) -> list[Process]:
-        """All workers and routers."""
+        """All workers and routers of the fleet."""
         return [*self.workers.values(), *self.routers.values()]
 
     @property
@@ -250,7 +250,7 @@ class Fleet:
             raise AssertionError(f"after {within_s:g} s not every block is free: {busy()}\n{self.tails()}") from None
 
     def tails(self) -> str:
-        """Returns the ends of all logs."""
+        """Returns the last lines of all logs."""
         return "\n".join(f"--- {process.name}\n{process.tail()}" for process in self.processes)
 
     def __enter__(self) -> "Fleet":
@@ -292,7 +292,7 @@ def pair(
     mode: str = "pull",
     route_flags: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Gives a fleet of one prefill worker `p`, one decode worker `d`, and a router."""
+    """Yields a fleet with a prefill worker `p`, a decode worker `d` and a router."""
     with Fleet(directory, *flags, model=model, mode=mode) as fleet:
         both = [fleet.worker("p", role="prefill"), fleet.worker("d", role="decode")]
         for process in both:

@@ -1,4 +1,4 @@
-"""Two engines' worth of drivers over the memory transport, for tests of the driver."""
+"""The drivers of two engines over the memory transport, for tests of the driver."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ HEADS, DIM, LAYERS = 4, 8, ("layers.0.attn", "layers.1.attn")
 def settings_for(
     mode: TransferMode, *, ttl_s: float = 2.0, deadline_s: float = 5.0, verify: Verify = Verify.SAMPLE
 ) -> FerrySettings:
-    """Short times, for tests in real time."""
+    """Returns settings with short times, for tests in real time."""
     return FerrySettings(
         transfer=TransferSettings(mode=mode, transport="memory", deadline_s=deadline_s, verify=verify),
         lease=LeaseSettings(ttl_s=ttl_s, renew_every_s=ttl_s / 8, quarantine_s=0.2, standstill_s=0.2),
@@ -45,7 +45,7 @@ class Seen:
 
 
 class Engine:
-    """All ranks of one engine, with a cache each; `num_ranks` way tensor parallel."""
+    """All ranks of one engine, each with a cache; `num_ranks` is the tensor parallel size."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Engine:
     def mover_for(
         self, layout: CacheLayout, owner: object, transport: Transport
     ) -> tuple[Mover | None, Sequence[Region]]:
-        """What moves its bytes, and the memory that this needs: the driver's own by default."""
+        """Returns what moves the engine's bytes and the memory for that; by default, the driver's own."""
         return None, ()
 
     def hello(self) -> bytes:
@@ -137,13 +137,13 @@ class Engine:
             seen.taken += report.taken
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
-        """Random KV in these blocks."""
+        """Fills these blocks with random KV."""
         rng = np.random.default_rng(seed)
         for cache in self.caches:
             cache[list(block_ids)] = rng.standard_normal(cache[list(block_ids)].shape, np.float32)
 
     def tokens(self, block_ids: Sequence[int], start: int, stop: int) -> npt.NDArray[np.float32]:
-        """KV of [start, stop), as [token, layer, k/v, head, dim] over all ranks."""
+        """Returns the KV of [start, stop) over all ranks, as [token, layer, k/v, head, dim]."""
         joined = np.concatenate(self.caches, axis=3)[list(block_ids)]
         blocks, layers, parts, heads, size, dim = joined.shape
         flat = joined.transpose(0, 4, 1, 2, 3, 5).reshape(blocks * size, layers, parts, heads, dim)
@@ -155,7 +155,7 @@ class Engine:
 
 
 def memory_transports() -> tuple[MemoryHub, Callable[[PeerName], Transport]]:
-    """A hub, and how to make transports on it."""
+    """A hub of the memory transport, and how to make transports on it."""
     hub = MemoryHub()
     return hub, lambda name: MemoryTransport(name, hub=hub)
 
@@ -193,7 +193,7 @@ def want(
 
 
 def until(condition: Callable[[], bool], *engines: Engine, timeout_s: float = 10.0) -> None:
-    """Collect from the engines until the condition holds."""
+    """Collects reports of the engines until the condition holds."""
 
     def collect() -> None:
         for engine in engines:

@@ -1,4 +1,4 @@
-"""Two engines' machines face to face: a clock moved by hand, messages and posts carried by hand."""
+"""The machines of two engines face to face; the test moves the clock, and carries messages and posts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ TTL_S, RENEW_S, QUARANTINE_S, STANDSTILL_S, DEADLINE_S = 10.0, 2.0, 1.0, 40.0, 6
 
 @dataclass
 class FakeQueries:
-    """Answers to what machines ask; change them at any time."""
+    """Answers to the questions of machines; a test may change them at any time."""
 
     unit: int = 1
     seconds: float = 0.1
@@ -46,7 +46,7 @@ class FakeQueries:
 
 @dataclass
 class Rank:
-    """One RankProtocol, and what it has asked for."""
+    """One RankProtocol, and the actions that it has asked for."""
 
     core: RankProtocol
     name: PeerName
@@ -56,7 +56,7 @@ class Rank:
     report: StepReport = field(default_factory=StepReport)
 
     def collect(self) -> StepReport:
-        """All ends so far."""
+        """Everything that it has reported so far."""
         new, old = self.core.take_report(), self.report
         if new is not None:
             self.report = StepReport(
@@ -70,7 +70,7 @@ class Rank:
 
 
 class Pair:
-    """A prefill and a decode engine that know each other. Messages wait in `wires` until `deliver`."""
+    """A prefill and a decode engine that know each other. Messages stay in `wires` until `deliver`."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Pair:
         self._accept_each_other()
 
     def restart_decode(self) -> None:
-        """The decode engine dies and comes back under its name."""
+        """Restarts the decode engine under its name."""
         self.decode_start += 1
         self.start_decode(len(self.decode))
 
@@ -139,7 +139,7 @@ class Pair:
     # ---- carrying
 
     def act(self) -> None:
-        """Take what the machines ask for; messages go onto the wires."""
+        """Collects what the machines ask for; messages go into `wires`."""
         for rank in (*self.prefill, *self.decode):
             due_s = rank.core.next_deadline_s()
             if due_s is not None and due_s <= self.now_s:
@@ -158,21 +158,21 @@ class Pair:
         return next((rank for rank in (*self.prefill, *self.decode) if rank.name == name), None)
 
     def hand(self, sender: PeerName, peer: Peer, message: Message) -> None:
-        """One message to whoever lives at that address now, whatever incarnation was meant."""
+        """Delivers one message to the incarnation that is at this address now, whichever was meant."""
         ranks = self.prefill if peer.engine == "p" else self.decode
         if peer.rank < len(ranks):
             ranks[peer.rank].core.message(sender, message, self.now_s)
             self.act()
 
     def deliver(self, *, only: Callable[[Message], bool] = lambda message: True) -> None:
-        """Carry messages until none is left; those not wanted are lost."""
+        """Delivers messages until none is left; those not wanted are lost."""
         while self.wires:
             sender, peer, message = self.wires.pop(0)
             if only(message):
                 self.hand(sender, peer, message)
 
     def step(self, seconds: float, *, deliver: bool = True, only: Callable[[Message], bool] = lambda m: True) -> None:
-        """Let time pass in small steps, with deadlines and messages."""
+        """Advances the time in small steps, with deadlines and messages."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.clock.advance(min(0.25, until_s - self.now_s))
@@ -183,7 +183,7 @@ class Pair:
                 self.deliver(only=only)
 
     def finish(self, rank: Rank, index: int = 0, error: str | None = None) -> None:
-        """End one post: its message goes off, its completion comes."""
+        """Ends one post: sends its message, and delivers its completion."""
         post = rank.posts.pop(index)
         if error is None and post.message is not None:
             self.wires.append((rank.name, post.peer, post.message))
@@ -191,7 +191,7 @@ class Pair:
         self.act()
 
     def finish_all(self) -> None:
-        """End everything well, and carry what follows."""
+        """Ends every post with success, and delivers what follows."""
         busy = True
         while busy:
             self.deliver()

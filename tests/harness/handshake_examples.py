@@ -1,4 +1,4 @@
-"""Engines that fit each other, to flip one thing of."""
+"""Engines that fit each other, so that a test can change one thing of one."""
 
 from dataclasses import replace
 
@@ -50,22 +50,22 @@ ENGINE = EngineDescription(
 
 
 def facts(**changes: object) -> Facts:
-    """Facts of ENGINE with changes."""
+    """Returns the facts of ENGINE with changes."""
     return Facts.from_engine(replace(ENGINE, **changes))  # type: ignore[arg-type]  # names are checked by replace
 
 
 def decode_facts(**changes: object) -> Facts:
-    """The same, of a decode engine."""
+    """Returns the facts of a decode engine with changes."""
     return facts(**{"role": Role.DECODE, **changes})
 
 
 def eagle(**changes: object) -> SpeculationFacts:
-    """EAGLE with changes."""
+    """Returns EAGLE with changes."""
     return replace(EAGLE, **changes)  # type: ignore[arg-type]  # names are checked by replace
 
 
 def hello(engine: str, incarnation: str, role: Role, num_ranks: int = 1) -> Hello:
-    """A payload whose layouts are opaque bytes."""
+    """Returns a payload whose layouts are opaque bytes."""
     ranks = tuple(
         RankHello(layout=b"layout-%d" % i, transport="nixl", transport_metadata=b"meta") for i in range(num_ranks)
     )
@@ -81,7 +81,7 @@ def hello(engine: str, incarnation: str, role: Role, num_ranks: int = 1) -> Hell
 
 
 def fits(peer: Hello) -> None:
-    """Any layouts fit."""
+    """Accepts any layouts."""
 
 
 def side(
@@ -93,7 +93,7 @@ def side(
     protocols: ProtocolRange | None = None,
     **changes: object,
 ) -> LocalSide:
-    """One engine's end of a handshake."""
+    """Returns one engine's side of a handshake."""
     return LocalSide(
         facts=facts(role=role, **changes),
         hello=hello(engine, incarnation, role),

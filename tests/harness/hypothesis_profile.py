@@ -1,11 +1,11 @@
-"""Property tests try the same examples every time: a failure is the change's. `make fuzz` looks for new ones."""
+"""Property tests try the same examples each time, so a failure comes from the change; `make fuzz` tries new ones."""
 
 import os
 
 from hypothesis import settings
 
 FUZZ = int(os.environ.get("FUZZ", "0"))
-"""How many times as many examples as usual, new ones each time. 0: the usual number, the same ones."""
+"""How many times as many examples as usual are tried, new ones each time. 0: the usual number of fixed examples."""
 
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("fuzz", print_blob=True, deadline=None)
@@ -13,5 +13,5 @@ settings.load_profile("fuzz" if FUZZ else "same")
 
 
 def examples(number: int) -> int:
-    """For `settings(max_examples=...)`."""
+    """Returns the value for `settings(max_examples=...)`."""
     return number * max(1, FUZZ)

@@ -16,10 +16,10 @@ from tests.harness.until import until
 __all__ = ["OWNED", "Held", "left_since"]
 
 OWNED: set[int] = set()
-"""Processes that belong to a fleet which lives longer than one test, and which that fleet ends. A test may restart
+"""Processes of a fleet that lives longer than one test, and that the fleet itself ends. A test may restart
 them; at the end of the session none may be left."""
 _STANDARD = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Helpers of the standard library: one per interpreter, ended with it."""
+"""Helpers of the standard library: there is one per interpreter, and it ends with it."""
 GRACE_S = 5.0
 """How long a thread or a process may take to end after its test."""
 
@@ -36,7 +36,7 @@ class Held:
 
     @classmethod
     def now(cls) -> "Held":
-        """What this process holds at this moment."""
+        """Returns what this process holds at this moment."""
         return cls(
             frozenset(f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()),
             _children(),
@@ -45,7 +45,7 @@ class Held:
         )
 
     def beyond(self, before: "Held", *, owned: bool = True) -> list[str]:
-        """What is here now and was not there before. `owned`: processes of OWNED may be there."""
+        """Returns what exists now and did not before. With `owned`, processes of OWNED do not count."""
         known = {*before.processes, *(OWNED if owned else ())}
         return sorted(
             (self.threads - before.threads)
@@ -56,10 +56,10 @@ class Held:
 
 
 def left_since(before: Held, grace_s: float = GRACE_S, *, owned: bool = True) -> list[str]:
-    """What a test has left behind, once what was ending has ended. `owned`: processes of OWNED may be there."""
+    """Returns what a test has left behind, once what was ending has ended. With `owned`, also processes of OWNED."""
     if not Held.now().beyond(before, owned=owned):
         return []
-    gc.collect()  # what only a reference circle keeps is no leak
+    gc.collect()  # what only a reference cycle keeps alive is no leak
     try:
         until(lambda: not Held.now().beyond(before, owned=owned), "nothing is left", within_s=grace_s)
     except AssertionError:
@@ -97,6 +97,6 @@ def _descriptors(kind: str) -> list[tuple[str, str]]:
 
 
 def _shared_memory() -> set[str]:
-    """Files in /dev/shm that this process has mapped or open."""
+    """Returns the files in /dev/shm that this process has mapped or open."""
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if " /dev/shm/" in line}
     return {f"shared memory {name}" for name in mapped | {target for _, target in _descriptors("/dev/shm/")}}

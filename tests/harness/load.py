@@ -1,4 +1,4 @@
-"""Clients that send requests through a router without a pause, and judge every answer; some hang up in the middle.
+"""Clients that send requests through a router without a pause and judge every answer. Some hang up in the middle.
 
 The right answers come from one worker alone. An answer is whole and right; or it ends with a clear error, and its text
 before that is right as well; or its client hung up. Anything else is a fault.
@@ -17,12 +17,12 @@ from tests.harness.client import Answer, Stream, complete
 __all__ = ["Load", "Question", "ask_alone"]
 
 CLIENT_S = 60.0
-"""The longest that a client waits; more than that counts as a hang."""
+"""The longest time that a client waits; anything longer counts as a hang."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the answer of one engine alone."""
+    """A prompt, and the answer of one engine alone to it."""
 
     prompt: list[int]
     right: list[int]
@@ -37,13 +37,13 @@ def ask_alone(url: str, prompts: Sequence[list[int]], num_tokens: int) -> list[Q
 
 @dataclass
 class Tally:
-    """Counts of the answers that the clients got."""
+    """How many answers of each kind the clients got."""
 
     whole: int = 0
     handed_over: int = 0
     hung_up: int = 0
     latest_s: float = 0.0
-    """The longest that a client waited for the end of its answer."""
+    """The longest time that a client waited for the end of its answer."""
     errors: Counter[str] = field(default_factory=Counter)
     whys: list[str] = field(default_factory=list)
     """The reasons why prompts were not handed over."""
@@ -56,7 +56,7 @@ class Tally:
 
 
 class Load:
-    """Clients in `num_clients` threads, from now until `end`. `hang_up`: the share of streams that clients leave."""
+    """Runs clients in `num_clients` threads from now until `end`. They hang up on the share `hang_up` of streams."""
 
     def __init__(
         self, url: str, questions: Sequence[Question], *, num_clients: int = 3, hang_up: float = 0.0, seed: int = 0

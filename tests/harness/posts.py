@@ -1,4 +1,4 @@
-"""Posts to give to a mover by hand."""
+"""Posts that a test gives to a mover."""
 
 from kvferry.handoff.actions import Peer, Post, PostId
 from kvferry.handoff.driver.links import Flow, Link
@@ -11,7 +11,7 @@ from tests.harness.handoff_engines import DIM, HEADS, LAYERS, Engine
 
 
 def a_write(engine: Engine, *, not_after_s: float, until_s: float) -> tuple[Post, Link]:
-    """256 blocks of 4 tokens of a one-rank engine, to a peer with blocks of 6: short runs."""
+    """Returns 256 blocks of 4 tokens of a one-rank engine, for a peer with blocks of 6: short runs."""
     layout = engine.layouts[0]
     peer = block_major(
         LAYERS,

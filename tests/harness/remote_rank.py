@@ -1,4 +1,4 @@
-"""An engine of tests.harness.handoff_engines in a process of its own, over real NIXL; its caller is both schedulers."""
+"""An engine of tests.harness.handoff_engines in its own process, over real NIXL. Its caller acts as both schedulers."""
 
 import contextlib
 import multiprocessing
@@ -57,7 +57,7 @@ def _hash(engine: Engine, blocks: Sequence[int]) -> str:
 
 
 class Remote:
-    """The other end of that process. Every call has a deadline."""
+    """The parent's end of that process. Every call has a deadline."""
 
     def __init__(self, name: str, role: Role, mode: TransferMode, start: int, ucx_tls: str = "") -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,7 +91,7 @@ class Remote:
         return str(self._answer())
 
     def collect(self) -> Any:
-        """What is new, and the stats."""
+        """Returns what is new, and the stats."""
         self._conn.send(("collect", ()))
         return self._answer()
 
@@ -105,7 +105,7 @@ class Remote:
         self._conn.close()
 
     def close(self) -> None:
-        """Idempotent; whatever state it is in."""
+        """Ends the process, whatever its state. May be called twice."""
         if self._process.is_alive():
             self.signal(signal.SIGCONT)
             with contextlib.suppress(OSError):

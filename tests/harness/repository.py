@@ -1,4 +1,4 @@
-"""Where the parts of this repository are, for tests that read them."""
+"""The places of the parts of this repository, for tests that read them."""
 
 from pathlib import Path
 

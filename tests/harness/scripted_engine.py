@@ -39,7 +39,7 @@ class CharTokenizer:
 
 
 def answer_of(request: GenerateRequest) -> list[Output]:
-    """The default script: ANSWER, one character per step, until a stop string or max_tokens."""
+    """The default script gives ANSWER, one character per step, until a stop string or max_tokens."""
     sampling, outputs = request.sampling, []
     prompt_len = len(request.prompt_token_ids)
     remote = request.handoff is not None and request.handoff.do_remote_prefill
@@ -125,10 +125,10 @@ class ScriptedWorker:
     role: str = "both"
     mode: str = "pull"
     drained: bool = True
-    """Whether no hand-off is left."""
+    """True if no hand-off is left."""
     num_drains: int = 0
     offered: dict[str, str] = field(default_factory=dict)
-    """Maps hand-offs that can be released to the reason once they are; before that, to an empty text."""
+    """Hand-offs that can be released. The value is the reason after the release, and empty before it."""
 
     def release(self, transfer: TransferId, reason: str) -> bool:
         if self.offered.get(transfer, "gone"):
@@ -152,7 +152,7 @@ class ScriptedWorker:
 def a_server(
     worker: ScriptedWorker | None = None, tokenizer: CharTokenizer | None = None, **settings: Any
 ) -> WorkerServer:
-    """A server over a scripted engine, not yet listening."""
+    """Returns a server over a scripted engine that does not listen yet."""
     defaults: dict[str, Any] = {"model_name": "tiny", "max_model_len": 500, "vocab_size": 0x110000}
     return WorkerServer(
         worker or ScriptedWorker(), tokenizer or CharTokenizer(), ServerSettings(**{**defaults, **settings})
@@ -161,7 +161,7 @@ def a_server(
 
 @asynccontextmanager
 async def listening(worker: ScriptedWorker | None = None, **settings: Any) -> AsyncIterator[str]:
-    """The address of a server over a scripted engine."""
+    """Yields the address of a server over a scripted engine."""
     listener = Listener(a_server(worker, **settings).app, "127.0.0.1", 0, shutdown_s=0.2)
     await listener.start()
     try:

@@ -1,4 +1,4 @@
-"""Every scripted worker beneath its script: an HTTP server at a port that stays its own, started and stopped."""
+"""The base of every scripted worker: an HTTP server that can be stopped and started again at the same port."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from kvferry.web.listen import Listener
 
 @dataclass(kw_only=True)
 class ScriptedServer(ABC):
-    """A subclass says what it answers: `routes`."""
+    """A server; a subclass says what it answers, in `routes`."""
 
     port: int = 0
-    """0: a free one; from the first start on it stays the same, as that of a worker that restarts."""
+    """The port. 0 means a free one, which stays the same after the first start, like that of a worker that restarts."""
     listener: Listener | None = None
 
     @abstractmethod
     def routes(self) -> Sequence[web.RouteDef]:
-        """Paths and handlers."""
+        """Returns the paths and their handlers."""
 
     @property
     def url(self) -> str:

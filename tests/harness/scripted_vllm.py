@@ -1,4 +1,4 @@
-"""Servers that answer as stock vLLM 0.32.0 does with its NIXL connectors: no /v1/kvferry, and a decode side that reads
+"""Servers that answer as stock vLLM 0.32.0 with its NIXL connectors does: no /v1/kvferry, and a decode side that reads
 its parameters without a default. Read from that release's sources; the real one is tested elsewhere."""
 
 import asyncio
@@ -12,9 +12,9 @@ from tests.harness.scripted_server import ScriptedServer
 from tests.harness.scripted_worker import Asked
 
 PULLS_BLOCKS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
-"""`kv_transfer_params[...]` in its pull worker's metadata."""
+"""The `kv_transfer_params[...]` that the metadata of its pull worker reads."""
 REGISTERS_WITH = ("remote_engine_id", "remote_host", "remote_port", "tp_size")
-"""`params[...]` in its push scheduler."""
+"""The `params[...]` that its push scheduler reads."""
 METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{{engine="0",model_name="tiny"}} {running}.0
 vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {waiting}.0
@@ -26,7 +26,7 @@ process_start_time_seconds {started}
 
 @dataclass
 class VllmServer(ScriptedServer):
-    """`mode` is what its connector does; nothing but its parameters says so."""
+    """A server of this kind. `mode` is what its connector does; only its parameters show it."""
 
     name: str
     role: str
@@ -38,9 +38,9 @@ class VllmServer(ScriptedServer):
     started: float = 1000.5
     asked: list[Asked] = field(default_factory=list)
     finish: str = "length"
-    """Of prefill's one token."""
+    """The finish reason of prefill's one token."""
     partner: "VllmServer | None" = None
-    """Of decode in push mode: where the prompt's KV comes from."""
+    """Where the prompt's KV comes from, for decode in push mode."""
     fails: str = ""
     """The text with which decode refuses a hand-off."""
     finished: set[str] = field(default_factory=set)
@@ -99,7 +99,7 @@ class VllmServer(ScriptedServer):
         })  # fmt: skip
 
     async def _receive(self, asked: Asked, params: dict[str, Any]) -> str:
-        """Why it would fail; "": the prompt's KV is here."""
+        """Returns the reason why it would fail, or "" if the prompt's KV is here."""
         needs = REGISTERS_WITH if self.mode == "push" else PULLS_BLOCKS
         missing = [name for name in needs if params.get(name) is None]
         if missing:
@@ -107,7 +107,7 @@ class VllmServer(ScriptedServer):
         if self.mode == "push":
             assert self.partner is not None
             if params["remote_engine_id"] != self.partner.name:
-                await asyncio.Event().wait()  # it registers with nobody, and waits
+                await asyncio.Event().wait()  # it never registers, and waits
             while _request_id(asked) not in self.partner.finished:
                 self.partner.news.clear()
                 await self.partner.news.wait()

@@ -1,4 +1,4 @@
-"""Workers that answer HTTP by script, and write down what they were asked. For router tests."""
+"""Workers that answer HTTP from a script and record the requests that they got, for tests of the router."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.harness.scripted_vllm import VllmServer
 
 PARAMS = b'{"remote_block_ids":[[1,2]],  "remote_engine_id":"p0","odd":1.50,"transfer_mode":"pull"}'
-"""Odd spacing and numbers on purpose: decode must get these bytes."""
+"""Odd spacing and numbers on purpose: decode must get exactly these bytes."""
 STREAM = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[{"text":"b"}]}\n\ndata: [DONE]\n\n'
 
 
@@ -43,13 +43,13 @@ Script = Callable[[web.Request, Asked], Awaitable[web.StreamResponse]]
 
 
 async def prefill_script(request: web.Request, asked: Asked) -> web.StreamResponse:
-    """One token, and the parameters."""
+    """Answers with one token and the parameters."""
     body = b'{"object":"text_completion","choices":[{"finish_reason":"length","text":"a"}],"kv_transfer_params":%s}'
     return web.Response(body=body % PARAMS, content_type="application/json")
 
 
 async def decode_script(request: web.Request, asked: Asked) -> web.StreamResponse:
-    """A short answer, streamed if asked for."""
+    """Answers with a short text, streamed if that was asked for."""
     headers = {"x-kvferry-handed-over": "5", "x-kvferry-cached": "0", "x-kvferry-recomputed": "1", "x-secret": "1"}
     if not asked.body.get("stream"):
         body = b'{"choices":[{"finish_reason":"length","text":"ab"}], "n":1.0}'
@@ -64,7 +64,7 @@ async def decode_script(request: web.Request, asked: Asked) -> web.StreamRespons
 
 @dataclass
 class Worker(ScriptedServer):
-    """A scripted worker. `info` is what it says of itself; None: 404."""
+    """A scripted worker. `info` is what it reports of itself; None means 404."""
 
     name: str
     script: Script
@@ -73,12 +73,12 @@ class Worker(ScriptedServer):
     info: dict[str, Any] | None = None
     asked: list[Asked] = field(default_factory=list)
     released: list[dict[str, Any]] = field(default_factory=list)
-    """What the router gave up."""
+    """The hand-offs that the router gave up."""
     deaf: bool = False
-    """It answers no health check, as a process that is stopped."""
+    """True if it answers no health check, like a process that is stopped."""
     num_checks: int = 0
     blocks: bytes = b""
-    """GET /v1/kvferry/blocks."""
+    """The answer of GET /v1/kvferry/blocks."""
     met: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ FAST = RouterSettings(health_every_s=0.05, connect_timeout_s=1.0, restart_wait_s
 
 @asynccontextmanager
 async def routing(router: Router) -> AsyncIterator[str]:
-    """It listens; its address."""
+    """Starts to listen, and returns its address."""
     listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
     await listener.start()
     try:
@@ -154,7 +154,7 @@ async def routing(router: Router) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def fleet(*workers: "Worker | VllmServer", settings: RouterSettings = FAST) -> AsyncIterator[tuple[str, Router]]:
-    """The workers and a router in front of them; the router's address. Workers with a port 1 are not started."""
+    """Yields the address of a router in front of the workers. Workers with port 1 are not started."""
     for worker in workers:
         if worker.port != 1:
             await worker.start()
@@ -170,7 +170,7 @@ async def fleet(*workers: "Worker | VllmServer", settings: RouterSettings = FAST
 
 
 def refusing(status: int, message: str = "no room", code: str | None = None) -> Script:
-    """Always this status, with an OpenAI error body."""
+    """Answers with this status each time, and an OpenAI error body."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         return web.json_response(

@@ -29,12 +29,12 @@ class Served:
 
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
-    """When each token came, by time.perf_counter."""
+    """When each token came, in the time of time.perf_counter."""
     last: Output | None = None
     """The last output, with the account of the prompt."""
 
     def take(self, output: Output) -> None:
-        """Take one more output."""
+        """Adds one more output."""
         self.tokens += output.token_ids
         self.times_s += [time.perf_counter()] * len(output.token_ids)
         self.last = (
@@ -48,28 +48,28 @@ class Served:
 
 
 class Serving(ABC):
-    """Something that answers requests."""
+    """Anything that answers requests."""
 
     engine: Engine
     """The engine that decodes."""
 
     @abstractmethod
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """Answer all requests at once, as one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
+        """Answers all requests at once, in one batch as far as they fit. Blocks. Raises PeerError if nothing moves."""
 
     def close(self) -> None:
-        """End all engines."""
+        """Ends all engines."""
         self.engine.close()
 
 
 class Alone(Serving):
-    """One engine."""
+    """One engine that answers alone."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.engine = Engine.load(settings)
 
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """Answer all requests on the one engine."""
+        """Answers all requests on the one engine."""
         served = {request.request_id: Served() for request in requests}
         for request in requests:
             self.engine.add(request)
@@ -80,7 +80,7 @@ class Alone(Serving):
 
 
 class Pair(Serving):
-    """A prefill and a decode worker."""
+    """A prefill worker and a decode worker."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Pair(Serving):
         first_token: bool = True,
         lease: LeaseSettings | None = None,
     ) -> None:
-        """`first_token` says that prefill hands over the first token of the answer."""
+        """Starts both. If `first_token` is true, prefill hands over the first token of the answer."""
         self._lease = lease or LeaseSettings()
         transfer = TransferSettings(mode=mode, transport=transport, staging_bytes=0, first_token=first_token)
         self._mode = mode
@@ -110,12 +110,12 @@ class Pair(Serving):
         return build_worker(WorkerSettings(engine=engine, ferry=ferry, role=role))
 
     def close(self) -> None:
-        """End both engines."""
+        """Ends both engines."""
         self.decode.close()
         self.prefill.close()
 
     def serve(self, requests: Sequence[GenerateRequest]) -> list[Served]:
-        """Prefill all requests on one engine, and decode them on the other."""
+        """Prefills all requests on one engine, and decodes them on the other."""
         served = {request.request_id: Served() for request in requests}
         asked = {request.request_id: request for request in requests}
         for request in requests:
@@ -134,14 +134,14 @@ class Pair(Serving):
             for output in self.engine.step():
                 served[output.request_id].take(output)
             if not self.engine.scheduler.running and not self.prefill.engine.scheduler.running:
-                pause.wait(POLL_S)  # the transport's threads are to run
+                pause.wait(POLL_S)  # lets the transport's threads run
             if time.monotonic() > give_up_s:
                 raise PeerError(f"no answer in {GIVE_UP_S:g} s: {self.engine.stats()}")
         self._settle(give_up_s, pause)
         return list(served.values())
 
     def _settle(self, give_up_s: float, pause: threading.Event) -> None:
-        """Step until hand-offs have given back all blocks."""
+        """Steps until hand-offs have released all blocks."""
         while self.engine.has_work() or self.prefill.engine.has_work():
             self.prefill.engine.step()
             self.engine.step()

@@ -1,4 +1,4 @@
-"""Listeners and askers on loopback."""
+"""Listeners and clients of the side channel on loopback."""
 
 import gc
 import os
@@ -16,13 +16,13 @@ from tests.harness.until import until
 
 
 def settings(**changes: object) -> SideChannelSettings:
-    """Short times."""
+    """Returns settings with short times."""
     return SideChannelSettings(**{"timeout_s": 10.0, **changes})  # type: ignore[arg-type]  # names are checked by it
 
 
 @contextmanager
 def listening(on_envelope: OnEnvelope, given: SideChannelSettings | None = None) -> Iterator[SideChannelServer]:
-    """A listener that is started and closed."""
+    """Yields a listener that is started and, at the end, closed."""
     server = SideChannelServer(given or settings(), on_envelope)
     server.start()
     try:
@@ -33,7 +33,7 @@ def listening(on_envelope: OnEnvelope, given: SideChannelSettings | None = None)
 
 @contextmanager
 def asking(given: SideChannelSettings | None = None) -> Iterator[SideChannelClient]:
-    """A client that is closed."""
+    """Yields a client that is closed at the end."""
     client = SideChannelClient(given or settings())
     try:
         yield client
@@ -42,12 +42,12 @@ def asking(given: SideChannelSettings | None = None) -> Iterator[SideChannelClie
 
 
 def answering(handshaker: Handshaker) -> OnEnvelope:
-    """What a listener calls."""
+    """The callbacks of a listener."""
     return lambda body, address: handshaker.answer(body, address, time.monotonic())
 
 
 def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict[int, bytes | FerryError]:
-    """The results of `num` questions by token."""
+    """Returns the results of `num` questions, by token."""
     results: dict[int, bytes | FerryError] = {}
 
     def done() -> bool:
@@ -59,7 +59,7 @@ def collect(client: SideChannelClient, num: int, within_s: float = 20.0) -> dict
 
 
 def shake(handshaker: Handshaker, client: SideChannelClient, peer: str, port: int, within_s: float = 20.0) -> PeerState:
-    """Run a handshake to its end over the real wire; the peer's state then."""
+    """Runs a handshake over real sockets to its end, and returns the peer's state after it."""
 
     def done() -> bool:
         for asked in handshaker.take_asks():
@@ -74,17 +74,17 @@ def shake(handshaker: Handshaker, client: SideChannelClient, peer: str, port: in
 
 
 def num_descriptors() -> int:
-    """Open file descriptors of this process."""
+    """Returns the number of open file descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def num_threads() -> int:
-    """Threads of this process, those of C libraries too."""
+    """Returns the number of threads of this process, including those of C libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def resident_bytes() -> int:
-    """Resident memory."""
+    """Returns the resident memory of this process."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, as Hugging Face directories, for tests that need a model but no meaning."""
+"""Tiny checkpoints with random weights, as Hugging Face directories, for tests that do not need sensible text."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scripted workers that also tell the stages of their requests, by clocks that have nothing to do with ours."""
+"""Scripted workers that also report the stages of their requests, on clocks that are unrelated to ours."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ STREAM = b'data: {"choices":[{"text":"a"}]}\n\n'
 
 @dataclass
 class TracedWorker(Worker):
-    """Its monotonic clock is `ahead_s` ahead of ours."""
+    """A clock that is `ahead_s` ahead of our monotonic clock."""
 
     ahead_s: float = 1000.0
     totals: dict[str, HandoffTotals] = field(default_factory=dict)
@@ -42,22 +42,22 @@ class TracedWorker(Worker):
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def run_stages(self, asked: Asked, *stages: tuple[str, float], tokens: int = 1) -> None:
-        """Take so long for each stage, and remember it."""
+        """Takes this long for each stage, and records it."""
         begun_s = at_s = self.now_s()
-        told = []
+        taken = []
         for name, seconds in stages:
             await asyncio.sleep(seconds)
-            told.append(Stage(name, at_s, self.now_s()))
-            at_s = told[-1].end_s
+            taken.append(Stage(name, at_s, self.now_s()))
+            at_s = taken[-1].end_s
         request_id = asked.headers["x-request-id"]
         self.reports[request_id] = StageReport(
             request_id=request_id, received_s=begun_s, began_s=at_s, ended_s=at_s + 60.0, status=200,
-            stages=tuple(told), num_tokens=tokens, bytes=3_000_000, runs=12, transfer_s=0.002,
+            stages=tuple(taken), num_tokens=tokens, bytes=3_000_000, runs=12, transfer_s=0.002,
         )  # fmt: skip
 
 
 def a_prefill(name: str, *stages: tuple[str, float], **more: object) -> TracedWorker:
-    """A prefill worker that takes so long for each of its stages."""
+    """Returns a prefill worker that takes this long for each of its stages."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         await worker.run_stages(asked, *stages)
@@ -70,7 +70,7 @@ def a_prefill(name: str, *stages: tuple[str, float], **more: object) -> TracedWo
 
 
 def a_decode(name: str, *stages: tuple[str, float], hold: asyncio.Event | None = None, **more: object) -> TracedWorker:
-    """A decode worker; with `hold` its streams go on until that is set."""
+    """Returns a decode worker; with `hold`, its streams continue only after that is set."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         await worker.run_stages(asked, *stages, tokens=2)
@@ -97,7 +97,7 @@ def a_decode(name: str, *stages: tuple[str, float], hold: asyncio.Event | None =
 
 
 def refusing_script(status: int, message: str) -> Script:
-    """As `refusing` of the router's tests."""
+    """Answers with an error, like `refusing` of the router's tests."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         return web.json_response({"error": {"message": message}}, status=status)

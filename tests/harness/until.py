@@ -1,4 +1,4 @@
-"""The one way in which tests wait: until a condition holds, with a deadline that fails the test."""
+"""The only way in which tests wait: until a condition holds, with a deadline at which the test fails."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ def until(
     every_s: float = 0.005,
     meanwhile: Callable[[], object] | None = None,
 ) -> Any:
-    """Poll until `condition` returns something true, and return that. Fails with its last value after `within_s`.
+    """Polls until `condition` returns something true, and returns that. Fails with its last value after `within_s`.
 
     `meanwhile` runs between two polls, instead of a pause: it is what makes things go on.
     """
@@ -37,7 +37,7 @@ def until(
 async def until_async(
     condition: Callable[[], Any], what: str = "the condition holds", *, within_s: float = 10.0, every_s: float = 0.002
 ) -> Any:
-    """The same on an event loop. `condition` may return an awaitable."""
+    """Does the same on an event loop. `condition` may return an awaitable."""
     end_s = time.monotonic() + within_s
     while True:
         value = condition()

@@ -1,4 +1,4 @@
-"""The little router that the vLLM benchmark needs: pull, push after prefill, and push with decode first.
+"""The small router that the vLLM benchmark needs: pull, push after prefill, and push with decode first.
 
 It says to either connector what existing routers say. Both requests carry one X-Request-Id (the built-in push connector
 matches by it) and one transfer id (kvferry matches by it).
@@ -19,12 +19,12 @@ from tests.harness.vllm_servers import SERVED_AS, VllmServer
 __all__ = ["MODES", "Answer", "Served", "ask", "decode_first_params", "decode_params", "prefill_params", "serve_pair"]
 
 MODES = ("pull", "push-after", "push-first")
-"""Decode is asked after prefill in the first two, and before it in the last."""
+"""Decode gets its request after prefill in the first two, and before it in the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one server said. `status` 0: it said nothing in time, or hung up; `error` says which."""
+    """The answer of one server. `status` 0 means that it did not answer in time, or hung up; `error` says which."""
 
     status: int
     tokens: tuple[int, ...] = ()
@@ -32,25 +32,25 @@ class Answer:
     error: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     first_token_s: float = 0.0
-    """From the request to the first token, where it was streamed."""
+    """The time from the request to the first token, if it was streamed."""
     total_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """200, with tokens."""
+        """True if it is a 200 with tokens."""
         return self.status == 200 and not self.error
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request through a pair."""
+    """One request through a pair of servers."""
 
     prefill: Answer
     decode: Answer
     first_token_s: float
-    """From the first request to decode's first token."""
+    """The time from the first request to decode's first token."""
     decode_part_s: float
-    """What came after prefill had answered."""
+    """The time that passed after prefill had answered."""
 
 
 def ask(
@@ -64,7 +64,7 @@ def ask(
     timeout_s: float = 120.0,
     **more: Any,
 ) -> Answer:
-    """POST /v1/completions with token ids, greedily. Never raises: what went wrong is in the answer."""
+    """Sends token ids to /v1/completions, greedily. Never raises: an error is in the answer."""
     body: dict[str, Any] = {
         "model": SERVED_AS, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "return_token_ids": True, "stream": stream, **more,
@@ -91,15 +91,15 @@ def _whole(response: http.client.HTTPResponse, begun_s: float) -> Answer:
     total_s = time.perf_counter() - begun_s
     if response.status != 200:
         return Answer(response.status, error=_error_text(raw), total_s=total_s)
-    told = json.loads(raw)
-    choice = told["choices"][0]
+    body = json.loads(raw)
+    choice = body["choices"][0]
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
     return Answer(
         200,
         tokens=tuple(choice.get("token_ids") or ()),
         logprobs=tuple(float(one) for one in logprobs),
         error="" if choice.get("finish_reason") != "error" else "finish_reason is 'error'",
-        params=told.get("kv_transfer_params") or {},
+        params=body.get("kv_transfer_params") or {},
         total_s=total_s,
     )
 
@@ -124,27 +124,27 @@ def _streamed(response: http.client.HTTPResponse, begun_s: float) -> Answer:
 
 def _error_text(raw: bytes) -> str:
     try:
-        told = json.loads(raw)
-        return str((told.get("error") or told).get("message", told))
+        body = json.loads(raw)
+        return str((body.get("error") or body).get("message", body))
     except (ValueError, AttributeError):
         return raw.decode(errors="replace")[:300]
 
 
 def prefill_params(transfer_id: str, **more: Any) -> dict[str, Any]:
-    """What a router tells a prefill worker."""
+    """Returns what a router sends to a prefill worker."""
     return {
         "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
         "remote_host": None, "remote_port": None, "transfer_id": transfer_id, **more,
     }  # fmt: skip
 
 
-def decode_params(told: dict[str, Any], transfer_id: str) -> dict[str, Any]:
-    """Prefill's answer, for decode."""
-    return {"transfer_id": transfer_id, **told}
+def decode_params(body: dict[str, Any], transfer_id: str) -> dict[str, Any]:
+    """Returns prefill's parameters, for decode."""
+    return {"transfer_id": transfer_id, **body}
 
 
 def decode_first_params(prefill: VllmServer, request_id: str, transfer_id: str) -> dict[str, Any]:
-    """What a router tells decode before prefill has said anything."""
+    """Returns what a router sends to decode before prefill has answered."""
     return {
         "do_remote_prefill": True, "do_remote_decode": False, "transfer_mode": "push", "transfer_id": transfer_id,
         "remote_engine_id": prefill.spec.name, "remote_request_id": f"cmpl-{request_id}-0",
@@ -164,9 +164,9 @@ def serve_pair(
     stream: bool = True,
     between: Callable[[Answer], dict[str, Any]] | None = None,
 ) -> Served:
-    """One request, prefilled on one server and decoded on the other.
+    """Sends one request, which one server prefills and the other decodes.
 
-    `between` may change what prefill told before decode hears it. Where prefill failed, decode is not asked.
+    `between` may change what prefill returned before decode gets it. If prefill failed, decode gets no request.
     """
     request_id, transfer_id = uuid.uuid4().hex, uuid.uuid4().hex
     begun_s = time.perf_counter()
@@ -176,9 +176,9 @@ def serve_pair(
                 timeout_s=timeout_s)  # fmt: skip
     if not first.ok:
         return Served(first, Answer(0, error="was not asked: prefill failed"), 0.0, 0.0)
-    told = between(first) if between is not None else first.params
+    body = between(first) if between is not None else first.params
     asked_s = time.perf_counter()
-    second = ask(decode, prompt, max_tokens=max_tokens, params=decode_params(told, transfer_id), request_id=request_id,
+    second = ask(decode, prompt, max_tokens=max_tokens, params=decode_params(body, transfer_id), request_id=request_id,
                  stream=stream, timeout_s=timeout_s)  # fmt: skip
     part_s = second.first_token_s or second.total_s
     return Served(first, second, asked_s - begun_s + part_s, part_s)

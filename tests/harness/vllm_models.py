@@ -1,4 +1,4 @@
-"""Models for vLLM that a script makes in a second: random weights, ordinary files, a tokenizer of plain numbers.
+"""Models for vLLM that a script makes within a second: random weights, ordinary files, a tokenizer of plain numbers.
 
 Their weights are large enough that the next token depends on the whole prompt: a decode worker that reads wrong KV
 says other tokens.
@@ -16,7 +16,7 @@ TINY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 64, "num_attentio
                         "head_dim": 32}  # fmt: skip
 KV_HEAVY: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
                             "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
-"""8 KiB of KV a token in fp32, for little arithmetic."""
+"""It has 8 KiB of KV per token in fp32, and little arithmetic."""
 GEMMA: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32,
@@ -29,7 +29,7 @@ _VOCAB = 512
 
 
 def make_model(directory: Path, seed: int = 7, **changes: Any) -> Path:
-    """A Llama in `directory`, with what `changes` say of its config. Returns the directory.
+    """Writes a Llama with `changes` in its config to `directory`, and returns the directory.
 
     Raises OSError where it cannot be written.
     """
@@ -93,7 +93,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray[Any, Any
 
 
 def make_eagle(directory: Path, seed: int = 11, **changes: Any) -> Path:
-    """An EAGLE drafter for a model of `make_model` with the same `changes`: one layer that reads hidden states."""
+    """Writes an EAGLE drafter, of one layer, for a model of `make_model` with the same `changes`."""
     config = {**TINY, **changes, "num_hidden_layers": 1}
     make_model(directory, seed, **config)
     whole = json.loads((directory / "config.json").read_text())
@@ -117,10 +117,10 @@ def _write_safetensors(path: Path, tensors: dict[str, np.ndarray[Any, Any]]) -> 
     for name, tensor in tensors.items():
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.nbytes]}
         begin += tensor.nbytes
-    told = json.dumps(header).encode()
-    told += b" " * (-len(told) % 8)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as out:
-        out.write(len(told).to_bytes(8, "little") + told)
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors.values():
             out.write(np.ascontiguousarray(tensor).tobytes())
 
@@ -133,5 +133,10 @@ def _write_tokenizer(directory: Path) -> None:
              "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
              "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}}  # fmt: skip
     (directory / "tokenizer.json").write_text(json.dumps(whole))
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""What the benchmark takes away from the *built-in* connector, so that two cores are enough for it; never from kvferry.
+"""Removes what makes the *built-in* connector stall on two cores, for benchmarks; it never changes kvferry.
 
 Three things make it stall on a small machine, and none of them says anything about how well it hands over:
 
@@ -28,7 +28,7 @@ _NIXL_APIS = ("nixl_cu12._api", "nixl_cu13._api")
 
 
 def write_sitecustomize(directory: Path, function: str) -> Path:
-    """A folder whose sitecustomize.py calls `function` of this module. Returns the folder, for PYTHONPATH."""
+    """Makes a folder whose sitecustomize.py calls `function` of this module. Returns the folder, for PYTHONPATH."""
     assert function in __all__, f"{function} is no function of this module"
     directory.mkdir(parents=True, exist_ok=True)
     source = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def write_sitecustomize(directory: Path, function: str) -> Path:
 
 
 def neutralise() -> None:
-    """All three, in this process."""
+    """Removes all three causes in this process."""
     neutralise_yield()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity = _stay
@@ -50,7 +50,7 @@ def neutralise() -> None:
 
 
 def neutralise_yield() -> None:
-    """Only the third, which is vLLM's own and touches every connector."""
+    """Removes only the third, which belongs to vLLM and affects every connector."""
     if hasattr(os, "sched_yield"):
         os.sched_yield = _nap
 
@@ -60,16 +60,16 @@ def _nap() -> None:
 
 
 def _stay(_pid: int, _cores: Any) -> None:
-    """Instead of sched_setaffinity."""
+    """Replaces sched_setaffinity, and does nothing."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets others find NIXL's API, and has the loaded module changed."""
+    """Finds NIXL's API through the other finders, and patches the loaded module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Of NIXL's API only; None for everything else."""
+        """Finds NIXL's API only, and returns None for everything else."""
         if fullname not in _NIXL_APIS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -83,11 +83,11 @@ class _Loader(importlib.abc.Loader):
         self._inner = inner
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As the real one does."""
+        """Does what the real one does."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real one does; then agents get a progress thread that sleeps."""
+        """Does what the real one does, then gives agents a progress thread that sleeps."""
         self._inner.exec_module(module)
         _delay(module)
 
@@ -99,7 +99,7 @@ def _delay(module: ModuleType) -> None:
 
 
 class _Bindings:
-    """NIXL's binding module, but an agent's configuration is given a delay."""
+    """NIXL's binding module, except that an agent's configuration gets a delay."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""vLLM servers as child processes: started with a connector, waited for with progress, ended with nothing left.
+"""vLLM servers as child processes: starts them with a connector, waits with progress, and ends them without leftovers.
 
 Life of a server: STARTING (start) -> READY (wait_ready: /health answers 200) -> ENDED (stop, or kill for a fault).
 Every server has a session of its own, so that its engine and worker processes are found by id even after their parent
@@ -42,7 +42,7 @@ _PORTS = (12000, 32000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSpec:
-    """One server. `extra` goes into kv_connector_extra_config, `config` beside it, `flags` on the command line."""
+    """One server. `extra` goes into kv_connector_extra_config, `config` beside it, and `flags` on the command line."""
 
     name: str
     python: str
@@ -64,12 +64,12 @@ class VllmSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def but(self, **changes: Any) -> "VllmSpec":
-        """The same with other fields."""
+        """Returns the same settings with other fields."""
         return replace(self, **changes)
 
 
 def base_environment() -> dict[str, str]:
-    """Ours, with what vLLM needs on a small machine; also for a zygote."""
+    """Returns our environment and what vLLM needs on a small machine; also for a zygote."""
     return {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -81,11 +81,11 @@ def base_environment() -> dict[str, str]:
 
 
 def free_port(count: int = 1) -> int:
-    """The first of `count` consecutive ports that nobody listens on now. Another process may still be quicker.
+    """Returns the first of `count` consecutive ports that are free now. Another process may still take them.
 
     Below the range from which the system gives ports to connections: a server binds its ports seconds later.
     """
-    dice = random.Random()  # two labs side by side must not draw alike
+    dice = random.Random()  # two test runs side by side must not draw the same ports
     for _ in range(200):
         port = dice.randrange(*_PORTS)
         if all(_is_free(one) for one in range(port, port + count)):
@@ -103,7 +103,7 @@ def _is_free(port: int) -> bool:
 
 
 def kv_transfer_config(spec: VllmSpec, side_port: int = 0) -> dict[str, Any] | None:
-    """The value of --kv-transfer-config; None where there is no connector. The port is for kvferry's side channel."""
+    """Returns the value of --kv-transfer-config, or None without a connector. `port` is for kvferry's side channel."""
     if spec.connector not in CONNECTORS:
         raise ConfigError(f"connector {spec.connector!r} is none of {CONNECTORS}. Name one of them")
     if spec.connector == "none":
@@ -126,10 +126,10 @@ def kv_transfer_config(spec: VllmSpec, side_port: int = 0) -> dict[str, Any] | N
 
 
 class VllmServer:
-    """A started server. A context: leaving it ends every process of it."""
+    """A server that was started. Leaving the context ends all its processes."""
 
     def __init__(self, spec: VllmSpec, tell: Callable[[str], None] | None = None, zygote: Zygote | None = None) -> None:
-        """Nothing is started yet. `tell` hears of progress. With a `zygote` it starts in seconds."""
+        """Starts nothing yet. `tell` receives progress. With a `zygote`, the server starts within seconds."""
         self._zygote = zygote
         self.spec = spec
         self.port = free_port()
@@ -144,7 +144,7 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """The address at which it answers."""
         return f"http://127.0.0.1:{self.port}"
 
     def argv(self) -> list[str]:
@@ -163,7 +163,7 @@ class VllmServer:
         return [*argv, *spec.flags]
 
     def environment(self) -> dict[str, str]:
-        """The base, the side channel's address (as both connectors read it), and the spec's own."""
+        """The base, the side channel's address as both connectors read it, and the spec's own variables."""
         ours = {
             "VLLM_CPU_KVCACHE_SPACE": str(self.spec.kv_gib),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
@@ -172,7 +172,7 @@ class VllmServer:
         return {**base_environment(), **ours, **self.spec.env}
 
     def start(self) -> "VllmServer":
-        """Start the process; returns at once."""
+        """Starts the process, and returns at once."""
         if self._zygote is not None:
             # The interpreter and -m MODULE are what the zygote is already.
             self._process = self._zygote.fork(self.argv()[3:], self.environment(), self.log_path)
@@ -187,7 +187,7 @@ class VllmServer:
         return self
 
     def wait_ready(self, timeout_s: float = 180.0) -> "VllmServer":
-        """Block until /health answers 200. Raises FerryError with the end of the log if it ended, or never answered."""
+        """Blocks until /health answers 200. Raises FerryError with the end of the log if it ended or never answered."""
         assert self._process is not None, "start() comes first"
         told_s = time.monotonic()
         while True:
@@ -212,7 +212,7 @@ class VllmServer:
             time.sleep(_POLL_S)
 
     def healthy(self, timeout_s: float = 2.0) -> bool:
-        """True if /health answers 200 now."""
+        """Returns True if /health answers 200 now."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=timeout_s) as answer:
                 return bool(answer.status == 200)
@@ -220,7 +220,7 @@ class VllmServer:
             return False
 
     def get_text(self, path: str, timeout_s: float = 10.0) -> str:
-        """The body of a GET. Raises FerryError if there is none."""
+        """Returns the body of a GET. Raises FerryError if there is none."""
         try:
             with urllib.request.urlopen(f"{self.url}{path}", timeout=timeout_s) as answer:
                 return str(answer.read().decode())
@@ -228,7 +228,7 @@ class VllmServer:
             raise FerryError(f"{self.url}{path} does not answer: {error}. See {self.log_path}") from error
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a series over everything but the labels that are given; 0.0 where it is absent."""
+        """Returns the sum of a series over all labels that are not given, or 0.0 if it does not exist."""
         total = 0.0
         for line in self.get_text("/metrics").splitlines():
             series, _, value = line.rpartition(" ")
@@ -239,15 +239,15 @@ class VllmServer:
     # What it wrote
 
     def log(self) -> str:
-        """Everything so far."""
+        """Returns everything that it has written so far."""
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self, num_lines: int) -> str:
-        """The last lines that say something."""
+        """Returns the last lines that are not empty."""
         return "\n".join([line for line in self.log().splitlines() if line.strip()][-num_lines:])
 
     def last_error(self) -> str:
-        """The last line that names an exception, without what vLLM says of its own processes; else the last line."""
+        """Returns the last line that names an exception and is not about vLLM's own processes, else the last line."""
         lines = [line for line in self.log().splitlines() if line.strip()]
         named = [line for line in lines if re.search(r"\b\w+(Error|Exception|Interrupt)\b: \S", line)]
         causes = [line for line in named if "Engine core init" not in line and "Executor failed" not in line]
@@ -257,7 +257,7 @@ class VllmServer:
     # Its processes
 
     def pids(self) -> list[int]:
-        """Every living process of this server, its parent first: those of its session, which outlives the parent."""
+        """Returns its living processes, the parent first: those of its session, which outlives the parent."""
         main = self._process.pid if self._process else -1
         found = []
         for entry in Path("/proc").iterdir():
@@ -269,7 +269,7 @@ class VllmServer:
         return sorted(found, key=lambda pid: (pid != main, pid))
 
     def rss_mib(self) -> float:
-        """Memory of all processes that is theirs alone (PSS where the kernel tells it), in MiB."""
+        """Returns the memory that belongs to its processes alone, in MiB (PSS if the kernel reports it)."""
         total_kib = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ class VllmServer:
         return total_kib / 1024
 
     def cpu_s(self) -> float:
-        """Processor time of all processes since they started, in seconds."""
+        """Returns the processor time of all its processes since they started, in seconds."""
         ticks = 0
         for pid in self.pids():
             with contextlib.suppress(OSError):
@@ -288,25 +288,25 @@ class VllmServer:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def running(self) -> bool:
-        """True while the process that was started lives."""
+        """True while the process that was started is alive."""
         return self._process is not None and self._process.poll() is None
 
     def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to every process of this server, each by its id."""
-        # Children first: one that sees its parent die would say good-bye to its peers.
+        """Sends a signal to every process of this server, each by its id."""
+        # Children first: one that sees its parent die would send goodbyes to its peers.
         for pid in reversed(self.pids()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """kill -9, all of it at once; nothing is told to anybody."""
+        """Kills all its processes at once with SIGKILL, so that they can report nothing to any peer."""
         self._note_shared_memory()
         self.signal_all(signal.SIGKILL)
         self._await_end(10.0)
         self._unlink_shared_memory()
 
     def stop(self, grace_s: float = 8.0, *, keep_log: bool = False) -> None:
-        """SIGTERM, then SIGKILL to what is left, then remove the shared memory that was theirs. Never raises."""
+        """Sends SIGTERM, then SIGKILL to what is left, and removes their shared memory. Never raises."""
         if not keep_log:
             shutil.rmtree(self.log_path.parent, ignore_errors=True)
         if self._process is None:
@@ -337,7 +337,7 @@ class VllmServer:
                         self._shared.add(path)
 
     def _unlink_shared_memory(self) -> None:
-        """Killed processes leave their files in /dev/shm: those that were mapped by ours, and by nobody now."""
+        """Removes the files in /dev/shm that killed processes had mapped, and that no other process has."""
         left = {name for name in self._shared if Path("/dev/shm", name).exists()}
         for path in Path("/dev/shm").glob("vllm_dist_*"):  # a server that died at its start was never looked at
             with contextlib.suppress(OSError):

@@ -29,13 +29,13 @@ _MODULES = ("vllm.entrypoints.openai.api_server", "vllm.v1.engine.core", "vllm.v
 
 
 class Forked:
-    """A server that a zygote started, as far as it has to be known here: like a Popen."""
+    """A server that a zygote started, with the part of Popen's interface that is needed here."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
     def poll(self) -> int | None:
-        """None while it lives; its status is the zygote's business, so an end is always 1."""
+        """Returns None while it lives. Only the zygote knows its status, so an end is always 1."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -43,21 +43,21 @@ class Forked:
         return 1 if state == "Z" else None
 
     def send_signal(self, number: int) -> None:
-        """By its id, if it lives."""
+        """Sends a signal to it by its id, if it is alive."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 class Zygote:
-    """Starts one with `python`; ends it in `close`. The servers that came from it live on."""
+    """A zygote that runs under `python`. `close` ends it; the servers that it forked live on."""
 
     def __init__(self, python: str, env: Mapping[str, str]) -> None:
-        """Returns at once; the first `fork` waits for the imports."""
+        """Starts it and returns at once; the first `fork` waits for the imports."""
         argv = [python, "-W", "ignore", "-m", "tests.harness.vllm_zygote"]
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), text=True)
 
     def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Forked:
-        """A new server. Blocks until it has been forked. Raises FerryError if the zygote has ended."""
+        """Returns a new server after it was forked. Raises FerryError if the zygote has ended."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         try:
@@ -73,10 +73,10 @@ class Zygote:
         return Forked(int(line))
 
     def close(self) -> None:
-        """It ends when its stdin does."""
+        """Ends it by closing its stdin."""
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
-        with contextlib.suppress(OSError):  # what it never read is of no use now
+        with contextlib.suppress(OSError):  # what it has not read yet is of no use now
             self._process.stdin.close()
         try:
             self._process.wait(5.0)
@@ -87,11 +87,11 @@ class Zygote:
 
 
 def main() -> NoReturn:
-    """In vLLM's interpreter: import, then fork a server for each line."""
+    """Runs in vLLM's interpreter: imports vLLM, then forks a server for each line."""
     import importlib
 
     answers = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints while it is imported is no answer
+    os.dup2(2, 1)  # what vLLM prints during its import is no answer
     begun_s = time.monotonic()
     for name in _MODULES:
         try:
@@ -104,18 +104,18 @@ def main() -> NoReturn:
     print(f"  vLLM is imported ({time.monotonic() - begun_s:.0f} s)", file=sys.stderr, flush=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended servers leave no zombie
     for line in sys.stdin:
-        told = json.loads(line)
+        order = json.loads(line)
         pid = os.fork()
         if not pid:
             os.close(answers)
-            _become(told)
+            _become(order)
         os.write(answers, f"{pid}\n".encode())
     sys.stderr.flush()
-    os._exit(0)  # without the end of an interpreter: libraries would complain about what they leaked
+    os._exit(0)  # skips the interpreter's shutdown, in which libraries would complain about leaks
 
 
 def _fork_workers() -> None:
-    """vLLM's CPU platform asks for `spawn`; what is forked from here has nothing that a fork could break."""
+    """Makes vLLM's CPU platform fork instead of `spawn`; nothing here is broken by a fork."""
     import multiprocessing
 
     for module in list(sys.modules.values()):
@@ -124,33 +124,33 @@ def _fork_workers() -> None:
 
 
 def _end_with_parent() -> None:
-    """Whoever measures may be killed; then the zygote's stdin ends, and no server stays behind."""
+    """Ends all servers when the zygote's stdin ends, as when the caller was killed."""
     import ctypes
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _become(told: dict[str, Any]) -> None:
-    """Never returns: this process is a server now, in a session of its own."""
+def _become(order: dict[str, Any]) -> None:
+    """Never returns: this process becomes a server in its own session."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         _end_with_parent()
-        log = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         null = os.open(os.devnull, os.O_RDONLY)
         for target in (1, 2):
             os.dup2(log, target)
         os.dup2(null, 0)
         os.environ.clear()
-        os.environ.update(told["env"])
-        patch = told["env"].get(PATCH_VARIABLE)
+        os.environ.update(order["env"])
+        patch = order["env"].get(PATCH_VARIABLE)
         if patch:
             from tests.harness import vllm_peer
 
             getattr(vllm_peer, patch)()
-        sys.argv = ["api_server.py", *told["argv"]]
+        sys.argv = ["api_server.py", *order["argv"]]
         from vllm.entrypoints.launchers.api_server.entry import main as serve
 
         serve()

@@ -185,14 +185,14 @@ async def test_usage_has_the_workers_own_counts() -> None:
     body = {"choices": [], "usage": {"prompt_tokens": 9}, "kvferry": {"handed_over": 8, "cached": 0, "recomputed": 1}}
     async with fleet(a_prefill(), a_decode(script=writing(json.dumps(body).encode()))) as (url, _):
         _, raw = await post(url, BODY, headers=USAGE)
-        told = json.loads(raw)["usage"]["kvferry"]
-        assert (told["handed_over"], told["cached"], told["recomputed"]) == (8, 0, 1)
+        account = json.loads(raw)["usage"]["kvferry"]
+        assert (account["handed_over"], account["cached"], account["recomputed"]) == (8, 0, 1)
 
     async with fleet(a_decode(script=writing(json.dumps({"choices": [], "usage": {}}).encode()))) as (url, _):
         _, raw = await post(url, BODY, headers=USAGE)
-    told = json.loads(raw)["usage"]["kvferry"]
-    assert told["route"] == "alone"
-    assert told["why"] == "prefill no prefill worker is configured"
+    account = json.loads(raw)["usage"]["kvferry"]
+    assert account["route"] == "alone"
+    assert account["why"] == "prefill no prefill worker is configured"
 
 
 @pytest.mark.parametrize("raw", [b"no json", b"[]", b'{"usage": null}'])

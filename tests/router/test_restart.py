@@ -1,6 +1,6 @@
 """Every decode worker is down for a moment, as in a restart: requests wait for one to be back, and no longer than that.
 
-And whoever is refused is told a cause, whatever happened.
+And each refusal has a cause, whatever happened.
 """
 
 import asyncio
@@ -204,13 +204,13 @@ async def test_an_error_without_a_text_has_a_cause_all_the_same(role: str, body:
     async with fleet(p, d, settings=SOON) as (url, _):
         response, raw = await post(url, BODY)
     if role == "prefill":
-        told = response.headers["x-kvferry-why"]
+        reason = response.headers["x-kvferry-why"]
     else:
         assert response.status == 502
-        told = json.loads(raw)["error"]["message"]
-    _, _, cause = told.partition("answered 500: ")
-    assert cause.strip(" ."), told
-    assert cause.startswith(("it gave no reason", "'")), told
+        reason = json.loads(raw)["error"]["message"]
+    _, _, cause = reason.partition("answered 500: ")
+    assert cause.strip(" ."), reason
+    assert cause.startswith(("it gave no reason", "'")), reason
 
 
 @pytest.mark.parametrize("reason", ["", " "])

@@ -312,8 +312,8 @@ async def test_a_request_goes_to_workers_of_its_model() -> None:
         for model, prefill, decode, route in (("tiny", "p0", "d0", "pull"), ("other", "p1", "d1", "push")):
             for _ in range(3):
                 response, _raw = await post(url, {**BODY, "model": model})
-                told = [response.headers[f"x-kvferry-{name}"] for name in ("prefill", "decode", "route")]
-                assert told == [prefill, decode, route]
+                served = [response.headers[f"x-kvferry-{name}"] for name in ("prefill", "decode", "route")]
+                assert served == [prefill, decode, route]
             response, _ = await post(url, {**BODY, "model": model, "max_tokens": 1})
             assert response.headers["x-kvferry-prefill"] == prefill
         response, _ = await post(url, {**BODY, "model": "nobody's"})

@@ -53,7 +53,7 @@ async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_on
         assert (second.status, second.headers["x-kvferry-route"]) == (200, "push")
         assert second.headers["X-Request-Id"] == "r1"
     to_p, to_d = p.asked[1], d.asked[1]
-    told = to_d.body["kv_transfer_params"]
+    params = to_d.body["kv_transfer_params"]
     both = to_d.headers["x-request-id"]
     assert both == to_p.headers["x-request-id"]
     assert both.startswith("r1-")
@@ -62,7 +62,7 @@ async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_on
         "do_remote_prefill": True, "remote_engine_id": "engine-p", "remote_host": "10.0.0.9", "remote_port": 5600,
         "tp_size": 2, "pp_size": 3, "remote_request_id": f"chatcmpl-{both}" if "chat" in path else f"cmpl-{both}-0",
     }  # fmt: skip
-    assert {name: told[name] for name in expected} == expected
+    assert {name: params[name] for name in expected} == expected
 
 
 async def test_a_restart_is_learned_anew() -> None:
@@ -94,8 +94,8 @@ async def test_what_a_vllm_server_says_of_itself() -> None:
         view = await (await session.get(f"{url}/v1/kvferry")).json()
         worker = router.fleet.decode[0]
         assert (worker.load, worker.free_blocks) == (4, 50)
-    told = view["workers"][1]
-    assert (told["kind"], told["version"], told["model"], told["mode"]) == ("vllm", "0.32.0", "tiny", None)
+    worker = view["workers"][1]
+    assert (worker["kind"], worker["version"], worker["model"], worker["mode"]) == ("vllm", "0.32.0", "tiny", None)
 
 
 async def test_other_versions_and_other_engines_are_not_paired() -> None:

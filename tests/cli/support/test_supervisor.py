@@ -1,4 +1,4 @@
-"""Child processes are started, told apart, watched and ended; none is left behind, whatever happens to the parent."""
+"""Child processes are started, distinguished, watched and ended; none is left, whatever happens to the parent."""
 
 import asyncio
 import os

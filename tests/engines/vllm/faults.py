@@ -47,7 +47,7 @@ class Seen:
     verdicts: list[str] = field(default_factory=list)
     """One for each hand-off of the case."""
     client: str = ""
-    """The last error that the client was told."""
+    """The last error that the client got."""
     log: list[str] = field(default_factory=list)
     """What the servers' logs say about it: warnings and errors, at most four."""
     health: str = ""
@@ -57,7 +57,7 @@ class Seen:
 
 
 Case = Callable[[Lab], Iterator[tuple[Pair, str, str]]]
-"""Yields (pair, verdict, what the client was told) for each hand-off."""
+"""Yields (pair, verdict, the client's error) for each hand-off."""
 ROWS: dict[str, tuple[str, Case]] = {}
 
 
@@ -175,11 +175,11 @@ _SMALL = {"flags": ("--num-gpu-blocks-override", "24")}
 def _lease_ended(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     pair = lab.pair("pull", _SMALL, {})
 
-    def too_late(told: Answer) -> dict[str, object]:
+    def too_late(prefilled: Answer) -> dict[str, object]:
         poll_until(lambda: pair.prefill.metric("vllm:kv_cache_usage_perc") == 0.0, 30.0)
         for _ in range(6):
             alone(pair.prefill, lab.prompt(1000), 2)
-        return told.params
+        return prefilled.params
 
     yield hand_over(lab, pair, between=too_late)
 
@@ -190,9 +190,9 @@ def _wrong_blocks(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     for _ in range(4):
         alone(pair.prefill, lab.prompt(1000), 2)
 
-    def lie(told: Answer) -> dict[str, object]:
-        ids = told.params.get("remote_block_ids") or [[]]
-        return told.params | {"remote_block_ids": [[(one + 7) % 23 + 1 for one in group] for group in ids]}
+    def lie(prefilled: Answer) -> dict[str, object]:
+        ids = prefilled.params.get("remote_block_ids") or [[]]
+        return prefilled.params | {"remote_block_ids": [[(one + 7) % 23 + 1 for one in group] for group in ids]}
 
     yield hand_over(lab, pair, between=lie)
 
@@ -201,7 +201,7 @@ def _wrong_blocks(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
 def _unknown_peer(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     pair = lab.pair("pull", _SMALL, {})
     lie = {"remote_port": 1, "remote_engine_id": "nobody", "remote_incarnation": None}
-    yield hand_over(lab, pair, between=lambda told: told.params | lie)
+    yield hand_over(lab, pair, between=lambda prefilled: prefilled.params | lie)
 
 
 @row("pull-rubbish", "rubbish on P's and D's side channels, then a hand-off")
@@ -221,9 +221,9 @@ def _killed(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     pair = lab.pair("pull", _SMALL, {})
     yield hand_over(lab, pair)
 
-    def kill(told: Answer) -> dict[str, object]:
+    def kill(prefilled: Answer) -> dict[str, object]:
         pair.prefill.kill()
-        return told.params
+        return prefilled.params
 
     prompt = lab.prompt(600)
     yield _with_late_reference(lab, pair, prompt, kill)
@@ -299,9 +299,9 @@ def _other_id(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
 def _push_lease(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     pair = lab.pair("push", _SMALL, _SMALL)
 
-    def too_late(told: Answer) -> dict[str, object]:
+    def too_late(prefilled: Answer) -> dict[str, object]:
         poll_until(lambda: pair.prefill.metric("vllm:kv_cache_usage_perc") == 0.0, 30.0)
-        return told.params
+        return prefilled.params
 
     yield hand_over(lab, pair, way="push-after", between=too_late)
 
@@ -392,10 +392,10 @@ def run_row(lab: Lab, name: str) -> Seen:
     begun_s = time.monotonic()
     pair: Pair | None = None
     try:
-        for where, verdict, told in ROWS[name][1](lab):
+        for where, verdict, client_error in ROWS[name][1](lab):
             pair = where
             seen.verdicts.append(verdict)
-            seen.client = told or seen.client
+            seen.client = client_error or seen.client
     except FerryError as error:
         seen.verdicts.append("does not start" if pair is None else "the case ended")
         seen.client = str(error)
@@ -447,8 +447,8 @@ def _cell(one: dict[str, object] | None) -> str:
         return "not run"
     verdicts = one["verdicts"]
     assert isinstance(verdicts, list), "a row has a list of verdicts"
-    told = list(dict.fromkeys(verdicts))
-    text = "; then ".join(told)
+    parts = list(dict.fromkeys(verdicts))
+    text = "; then ".join(parts)
     if one["client"]:
         text += f'. Client: "{str(one["client"])[:160]}"'
     logs = one["log"]

@@ -56,9 +56,9 @@ def kill_round(lab: Lab, pair: Pair, mode: str, victim: str) -> dict[str, Any]:
     stop.set()
     for one in clients:
         one.join()
-    told: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
     for prompt, served in ended:
-        told[_judge(living, prompt, served)] += 1
+        verdicts[_judge(living, prompt, served)] += 1
     well = living.healthy()
     after = alone(living, lab.prompt(200), 2, timeout_s=20.0)
     freed_s = poll_until(lambda: living.metric("vllm:kv_cache_usage_perc") == 0.0, 40.0) if well else -1.0
@@ -66,7 +66,7 @@ def kill_round(lab: Lab, pair: Pair, mode: str, victim: str) -> dict[str, Any]:
     return {
         "victim": victim,
         "moment_s": round(moment_s, 2),
-        "requests": dict(told),
+        "requests": dict(verdicts),
         "longest_request_s": round(max(max(one.decode.total_s, one.prefill.total_s) for _, one in ended), 1),
         "survivor_health": well,
         "survivor_answers": after.ok,
@@ -109,9 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         pair = lab.pair(args.mode, _FLAGS, _FLAGS)
         for turn in range(args.repeats):
             seen = kill_round(lab, pair, args.mode, ("prefill", "decode")[turn % 2])
-            told = seen["requests"]
+            requests = seen["requests"]
             good = seen["survivor_health"] and seen["survivor_answers"] and seen["survivor_blocks_back_s"] >= 0
-            good = good and seen["next_hand_off"].startswith("right") and not told.get("WRONG") and not told.get("hung")
+            good = (
+                good
+                and seen["next_hand_off"].startswith("right")
+                and not requests.get("WRONG")
+                and not requests.get("hung")
+            )
             bad += not good
             say(json.dumps({"connector": args.connector, "mode": args.mode, "well": good, **seen}))
     return 1 if bad else 0

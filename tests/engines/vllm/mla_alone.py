@@ -58,8 +58,8 @@ def check_model(model: Path) -> tuple[int, int]:
 
     def tokens_after(prompt: list[int], count: int) -> list[int]:
         asked = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        told = llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)
-        return list(told[0].outputs[0].token_ids)
+        outputs = llm.generate({"prompt_token_ids": prompt}, asked, use_tqdm=False)
+        return list(outputs[0].outputs[0].token_ids)
 
     for length in (20, 100, 300):
         prompt = dice.choices(range(3, 500), k=length)

@@ -162,11 +162,11 @@ def make_kind(kind: str, directory: Path, seed: int = 7) -> Path:
         return make_eagle(directory)
     changes, shapes = _SHAPED[kind]
     make_model(directory, seed, num_hidden_layers=1)  # for its tokenizer and the ordinary entries of its config
-    told = json.loads((directory / "config.json").read_text()) | changes
-    told |= {"hidden_size": _HIDDEN, "intermediate_size": _INNER}
-    (directory / "config.json").write_text(json.dumps(told))
+    config = json.loads((directory / "config.json").read_text()) | changes
+    config |= {"hidden_size": _HIDDEN, "intermediate_size": _INNER}
+    (directory / "config.json").write_text(json.dumps(config))
     dice = np.random.default_rng(seed)
-    weights = {name: _drawn(dice, name, shape) for name, shape in (*_ends(), *shapes(told))}
+    weights = {name: _drawn(dice, name, shape) for name, shape in (*_ends(), *shapes(config))}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

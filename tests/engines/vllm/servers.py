@@ -52,9 +52,9 @@ LEASE_S, DEADLINE_S = 8, 10
 
 def default_python() -> str:
     """The interpreter that has vLLM: KVFERRY_VLLM_PYTHON, else the virtual environment beside the repository's own."""
-    told = os.environ.get("KVFERRY_VLLM_PYTHON")
+    configured = os.environ.get("KVFERRY_VLLM_PYTHON")
     beside = ROOT / ".venv-vllm" / "bin" / "python"
-    return told or (str(beside) if beside.exists() else sys.executable)
+    return configured or (str(beside) if beside.exists() else sys.executable)
 
 
 def short_times(connector: str) -> dict[str, Any]:
@@ -140,11 +140,11 @@ class Lab:
     def spec(self, role: str, default_mode: str, **changes: Any) -> VllmSpec:
         """A server of this lab. `speculation`: `eagle` with the lab's drafter; or a --speculative-config."""
         kind, mode = changes.pop("kind", "llama"), changes.pop("mode", default_mode)
-        told = changes.pop("speculation", None)
-        if told == "eagle":
-            told = {"method": "eagle", "model": str(self.model("eagle")), "num_speculative_tokens": 2}
-        if told is not None:
-            changes["flags"] = (*changes.get("flags", ()), "--speculative-config", json.dumps(told))
+        speculation = changes.pop("speculation", None)
+        if speculation == "eagle":
+            speculation = {"method": "eagle", "model": str(self.model("eagle")), "num_speculative_tokens": 2}
+        if speculation is not None:
+            changes["flags"] = (*changes.get("flags", ()), "--speculative-config", json.dumps(speculation))
         extra = {**short_times(self.connector), **changes.pop("extra", {})}
         name = f"{role[0]}{len(self._models)}-{self.dice.randrange(1 << 30):x}"
         return VllmSpec(name=name, python=self._python, model=self.model(kind), connector=self.connector, role=role,

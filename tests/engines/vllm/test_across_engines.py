@@ -54,8 +54,8 @@ class Embedded:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120.0) as answer:
-            told: dict[str, Any] = json.loads(answer.read())
-        return told
+            body: dict[str, Any] = json.loads(answer.read())
+        return body
 
     def close(self) -> None:
         self._process.terminate()
@@ -77,14 +77,14 @@ def test_one_checkpoint_on_two_engines(lab: Lab, way: str, tmp_path: Path) -> No
         for length in (17, 200, 500):
             prompt = lab.prompt(length)
             if way == "mini-to-vllm":
-                told = embedded.ask(prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
-                answer = ask(server, prompt, max_tokens=8, params=told, timeout_s=120.0)
+                params = embedded.ask(prompt, 1, {"do_remote_decode": True})["kv_transfer_params"]
+                answer = ask(server, prompt, max_tokens=8, params=params, timeout_s=120.0)
                 assert answer.ok, f"{answer.error}: {server.log()[-2000:]}"
                 got = list(answer.tokens)
                 assert server.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") >= length - 1
             else:
-                told = ask(server, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=120.0).params
-                answer_ = embedded.ask(prompt, 8, told)
+                params = ask(server, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=120.0).params
+                answer_ = embedded.ask(prompt, 8, params)
                 got = answer_["choices"][0]["token_ids"]
                 assert answer_["kvferry"]["handed_over"] >= length - 1, answer_["kvferry"]
             # Another salt: not answered from what was handed over.

@@ -174,7 +174,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         meta = scheduled.kv_connector_metadata
         failing = set(meta.failing)
-        told = KVConnectorOutput(
+        output = KVConnectorOutput(
             finished_recving=failing or None,
             failed_recving=set(failing),
             kv_connector_worker_meta=Reports(tuple(reports)) if reports or meta.report_expected else None,
@@ -185,7 +185,7 @@ class Engine:
             ran = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, tokens)
         else:
             ran = ModelRunnerOutput([], {})
-        ran.kv_connector_output = None if told.is_empty() else told
+        ran.kv_connector_output = None if output.is_empty() else output
         self.last = scheduled
         return self.scheduler.update_from_output(scheduled, ran)
 
@@ -218,7 +218,7 @@ def decode(model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def finished_params(outputs: Any) -> list[Any]:
     return [
-        one.kv_transfer_params for told in outputs.values() for one in told.outputs if one.finish_reason is not None
+        one.kv_transfer_params for batch in outputs.values() for one in batch.outputs if one.finish_reason is not None
     ]
 
 
@@ -226,10 +226,10 @@ def prefilled(engine: Engine, num_tokens: int = 40) -> dict[str, Any]:
     """Run a prefill to its end; the parameters that a router would carry."""
     engine.add("p1", num_tokens, {"do_remote_decode": True}, max_tokens=1)
     for _ in range(4):
-        told = finished_params(engine.step())
-        if told:
-            assert told[0] is not None
-            return dict(told[0])
+        params = finished_params(engine.step())
+        if params:
+            assert params[0] is not None
+            return dict(params[0])
     raise AssertionError("the prefill did not end")
 
 
@@ -271,19 +271,19 @@ def test_an_engine_that_was_told_to_end_waits_for_its_peers(prefill: Engine) -> 
 
 
 @pytest.fixture
-def told() -> list[StepOrders]:
+def sent() -> list[StepOrders]:
     """What the worker hears by line."""
     return []
 
 
 @pytest.fixture
-def line(told: list[StepOrders]) -> Iterator[WorkerChannel]:
-    one = WorkerChannel(told.append)
+def line(sent: list[StepOrders]) -> Iterator[WorkerChannel]:
+    one = WorkerChannel(sent.append)
     yield one
     one.close()
 
 
-def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel, told: list[StepOrders]) -> None:
+def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel, sent: list[StepOrders]) -> None:
     prefill = Engine(model, "kv_producer", "p", line=line.address)
     orders: list[StepOrders] = []
     other = WorkerChannel(orders.append)
@@ -291,7 +291,7 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel,
     try:
         params = prefilled(prefill)
         line.catch_up()
-        assert [offer.final for one in told for offer in one.offer] == [True], "in the step that computed it"
+        assert [offer.final for one in sent for offer in one.offer] == [True], "in the step that computed it"
         request = decode.add("d1", 40, params)
         decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
         other.catch_up()
@@ -299,7 +299,7 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel,
         assert [want.wanted for one in orders for want in one.fetch] == [TokenRange(0, 40)]
         assert not decode.last.kv_connector_metadata.orders
         line.catch_up()
-        assert any(one.accepted for one in told), "an idle prefill hears of decode at once"
+        assert any(one.accepted for one in sent), "an idle prefill hears of decode at once"
     finally:
         prefill.close()
         decode.close()
@@ -359,7 +359,7 @@ def test_decode_sleeps_while_all_it_has_waits_for_prefill(
         decode.step()
         assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         decode.step()
-        assert request.status is RequestStatus.RUNNING, "the step that was under way has told vLLM"
+        assert request.status is RequestStatus.RUNNING, "the step in progress has informed vLLM"
         assert not slept
     finally:
         decode.close()
@@ -431,7 +431,7 @@ def test_a_failed_load_ends_by_policy_and_no_block_is_lost(prefill: Engine, deco
     for _ in range(8):
         outputs = decode.step()
         ends += [
-            one.finish_reason for told in outputs.values() for one in told.outputs if one.finish_reason is not None
+            one.finish_reason for batch in outputs.values() for one in batch.outputs if one.finish_reason is not None
         ]
     assert len(ends) == 1
     assert (str(ends[0]) == "error") is (policy == "fail")
@@ -486,7 +486,7 @@ def test_parameters_that_lead_nowhere_end_by_policy(decode: Engine, params: dict
 
     def ended() -> bool:
         outputs = decode.step()
-        ends.extend(str(one.finish_reason) for told in outputs.values() for one in told.outputs if one.finish_reason)
+        ends.extend(str(one.finish_reason) for batch in outputs.values() for one in batch.outputs if one.finish_reason)
         return not decode.scheduler.requests
 
     assert poll_until(ended, 30.0, every_s=0.01) >= 0

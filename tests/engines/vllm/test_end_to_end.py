@@ -138,8 +138,8 @@ def test_blocks_that_decode_knows_do_not_come_again(lab: Lab) -> None:  # R30
 
 def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
     pair = hybrid_pull(lab)
-    told = ask(pair.prefill, lab.prompt(700), max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
-    ask(pair.decode, lab.prompt(700), max_tokens=400, params=told.params, timeout_s=0.3)
+    prefilled = ask(pair.prefill, lab.prompt(700), max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
+    ask(pair.decode, lab.prompt(700), max_tokens=400, params=prefilled.params, timeout_s=0.3)
     assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0
     assert poll_until(lambda: pair.decode.metric("vllm:kv_cache_usage_perc") == 0, 60.0) >= 0
     well_again(lab, pair)
@@ -148,10 +148,10 @@ def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
 def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # R29 I6
     pair = hybrid_pull(lab)
     prompt = lab.prompt(300)
-    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
+    prefilled = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
     wanted = alone(pair.prefill, prompt, 8)
     pair.prefill.kill()
-    answer = ask(pair.decode, prompt, max_tokens=8, params=told.params, timeout_s=100.0)
+    answer = ask(pair.decode, prompt, max_tokens=8, params=prefilled.params, timeout_s=100.0)
     assert answer.ok, answer.error
     assert answer.tokens == wanted.tokens
     assert pair.decode.healthy()
@@ -269,8 +269,8 @@ def test_tiles_of_two_sizes_are_refused_with_the_reason(lab: Lab) -> None:  # R1
     if "packings=none" in pair.decode.log():
         pytest.skip("this CPU has no packing that cannot be cut")
     prompt = lab.prompt(300)
-    told = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
-    answer = ask(pair.decode, prompt, max_tokens=4, params=told.params, timeout_s=100.0)
+    prefilled = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
+    answer = ask(pair.decode, prompt, max_tokens=4, params=prefilled.params, timeout_s=100.0)
     assert answer.status == 500
     assert "kv.packings" in pair.new_log(pair.decode)
     assert pair.decode.healthy()

@@ -94,11 +94,11 @@ async def test_the_first_token_comes_before_decode_has_begun(mode: str, chat: bo
         session.post(url + path, json={**STREAM, "temperature": 0}) as response,
     ):
         first = await response.content.readuntil(b"\n\n")
-        told = json.loads(first.removeprefix(b"data: "))
-        [choice] = told["choices"]
+        chunk = json.loads(first.removeprefix(b"data: "))
+        [choice] = chunk["choices"]
         assert (choice["delta"]["content"] if chat else choice["text"]) == "a"
-        assert (choice["finish_reason"], told["id"], "kvferry" in told) == (None, "cmpl-1", False)
-        assert told["object"] == ("chat.completion.chunk" if chat else "text_completion")
+        assert (choice["finish_reason"], chunk["id"], "kvferry" in chunk) == (None, "cmpl-1", False)
+        assert chunk["object"] == ("chat.completion.chunk" if chat else "text_completion")
         assert response.headers["x-kvferry-first-token"] == "prefill"
         assert response.headers["x-kvferry-route"] == mode
         go_on.set()

@@ -9,7 +9,7 @@ def test_it_opens_after_failures_in_a_row_and_tries_one_request_a_period() -> No
     assert (breaker.state(1.9), breaker.permits(1.9)) == (BreakerState.OPEN, False)
     assert "3 failures in a row, tried again in 1.5 s; the last: x" in breaker.explain(0.5)
     assert (breaker.state(2.0), breaker.permits(2.0)) == (BreakerState.HALF_OPEN, True)
-    breaker.began(2.0)  # the one; how it ends is perhaps never told
+    breaker.began(2.0)  # this one; its end may never be reported
     assert not breaker.permits(2.1)
     assert breaker.permits(4.0)
     breaker.failed(4.0, "y")

@@ -1,4 +1,4 @@
-"""Which blocks of a prompt a worker has, by what workers tell; cost of a hand-off; the decode-only alarm."""
+"""Which blocks of a prompt a worker has, by its own reports; the cost of a hand-off; the decode-only alarm."""
 
 import pytest
 
@@ -21,9 +21,9 @@ def hashes_of(tokens: list[int]) -> list[bytes]:
     return unpack_hashes(packed_hashes(hashes))
 
 
-def a_worker(*told: bytes) -> Worker:
+def a_worker(*hashes: bytes) -> Worker:
     worker = Worker("http://w", Role.PREFILL, RouterSettings())
-    worker.cached = Cached(1, frozenset(told))
+    worker.cached = Cached(1, frozenset(hashes))
     return worker
 
 
@@ -34,7 +34,7 @@ def test_both_sides_cut_hashes_alike() -> None:
 
 
 def test_a_later_prompt_with_the_same_beginning_finds_its_blocks() -> None:
-    """A token a byte, so that what is shared can be told exactly."""
+    """One token per byte, so that what is shared is known exactly."""
     prefixes = Prefixes()
     head, size = b"s" * 1000, 2000
     first = head + b"a" * 1000

@@ -22,7 +22,7 @@ PUSH: list[tuple[str, float, dict[str, Any]]] = [
 ]
 
 
-def told(events: list[tuple[str, float, dict[str, Any]]], number: int = 1, **limits: int) -> Timelines:
+def timelines_of(events: list[tuple[str, float, dict[str, Any]]], number: int = 1, **limits: int) -> Timelines:
     lines = Timelines(**limits)
     for name, at_s, fields in events:
         lines.on_event(number, name, at_s, fields)
@@ -62,7 +62,7 @@ def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
         part("p0", 5_000.0, ("queue", 10.003, 10.010), ("prefill", 10.010, 10.058)),
         part("d0", -3.5, ("handshake", 10.004, 10.018), ("transfer", 10.018, 10.069), ("decode", 10.069, 10.099)),
     ]
-    line = told(PUSH).find("r1")
+    line = timelines_of(PUSH).find("r1")
     assert line is not None
     spans = spans_of(line, parts)
     found = {(one.lane, one.name): (round(one.begin_s, 6), round(one.end_s, 6), one.parent) for one in spans}
@@ -87,7 +87,7 @@ def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
 
 
 def test_a_clock_that_is_off_never_puts_a_stage_outside_its_request() -> None:
-    line = told(PUSH).find("r1")
+    line = timelines_of(PUSH).find("r1")
     assert line is not None
     off = part("p0", 0.0, ("prefill", 9.990, 10.080), error_s=0.05)
     spans = [span for span in spans_of(line, [off]) if span.name == "prefill"]
@@ -95,7 +95,7 @@ def test_a_clock_that_is_off_never_puts_a_stage_outside_its_request() -> None:
 
 
 def test_a_request_itself_narrows_the_offset() -> None:
-    line = told(PUSH).find("r1")
+    line = timelines_of(PUSH).find("r1")
     assert line is not None
     # The clock is 20 ms off, as far as the exchange tells 30 ms either way; the request leaves room for 6 ms.
     honest = part("p0", 0.0, ("queue", 10.004, 10.010), ("prefill", 10.010, 10.056))
@@ -107,7 +107,7 @@ def test_a_request_itself_narrows_the_offset() -> None:
 
 
 def test_the_same_id_sent_again_later_is_another_request() -> None:
-    line = told(PUSH).find("r1")
+    line = timelines_of(PUSH).find("r1")
     assert line is not None
     later = part("p0", 0.0, ("prefill", 20.0, 20.1))
     assert not [span for span in spans_of(line, [later]) if span.name == "prefill"]
@@ -122,14 +122,14 @@ def test_a_failed_attempt_is_a_span_of_its_own_with_its_cause() -> None:
         ("prefill.answered", 1.4, {"worker": "p1"}),
         ("ended", 1.5, {"status": 200}),
     ]
-    line = told(events).find("r1")
+    line = timelines_of(events).find("r1")
     assert line is not None
     asked = [(one.engine, one.begin_s, one.end_s, one.failed) for one in spans_of(line) if one.lane == "prefill"]
     assert asked == [("p0", 1.1, 1.2, "broke the connection"), ("p1", 1.3, 1.4, "")]
 
 
 def test_what_is_open_ends_now() -> None:
-    line = told(PUSH[:4]).find("r1")
+    line = timelines_of(PUSH[:4]).find("r1")
     assert line is not None
     assert {(one.name, one.end_s) for one in spans_of(line, now_s=12.0) if one.name != "choose"} == {
         ("request", 12.0), ("prefill request", 12.0), ("decode request", 12.0),
@@ -150,7 +150,7 @@ def test_memory_is_bounded() -> None:
 
 
 def test_an_event_of_an_unknown_dispatch_is_dropped() -> None:
-    lines = told([("first_byte", 1.0, {}), ("ended", 2.0, {})])
+    lines = timelines_of([("first_byte", 1.0, {}), ("ended", 2.0, {})])
     assert not lines.open
     assert not lines.ended
 

@@ -17,11 +17,11 @@ def a_report(name: str) -> StepReport:
 def test_each_report_is_told_once(line: bool) -> None:  # I4
     """By line, or, where there is none, with a step."""
     waiting = [StepReport(), a_report("a"), StepReport(), a_report("b")]
-    told: list[StepReport | PeerGone] = []
+    reported: list[StepReport | PeerGone] = []
 
     def tell(news: StepReport | PeerGone) -> bool:
         if line:
-            told.append(news)
+            reported.append(news)
         return line
 
     news = ReportQueue()
@@ -32,7 +32,7 @@ def test_each_report_is_told_once(line: bool) -> None:  # I4
     news.lost(GONE.engine, GONE.incarnation, GONE.reason)
     taken = news.take()
     if line:
-        assert told == [a_report("a"), a_report("b"), GONE], "nothing to report wakes nobody"
+        assert reported == [a_report("a"), a_report("b"), GONE], "nothing to report wakes nobody"
         assert taken == ((), ())
     else:
         assert taken == ((a_report("a"), a_report("b")), (GONE,))

@@ -147,9 +147,9 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, hub: ChannelH
     assert worker.wait_heard(2)
     first, second = worker.orders
     assert first.accepted == (came(),)
-    (told,) = second.fetch
-    assert (told.wanted, told.mode, told.transfer) == (want.wanted, want.mode, want.transfer)
-    assert [(one.first_token, tuple(one.block_ids)) for one in told.tables] == [(16, (7, 8))]
+    (received,) = second.fetch
+    assert (received.wanted, received.mode, received.transfer) == (want.wanted, want.mode, want.transfer)
+    assert [(one.first_token, tuple(one.block_ids)) for one in received.tables] == [(16, (7, 8))]
 
 
 def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:

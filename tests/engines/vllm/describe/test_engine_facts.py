@@ -15,7 +15,7 @@ from tests.harness.vllm_models import GEMMA, make_model
 
 def facts(model: Path, role: Role = Role.PREFILL, *, text: dict[str, Any] | None = None, **changes: Any) -> Facts:
     """The facts of an engine whose vLLM config is as vLLM's would be; `text`: of the model's own config."""
-    told = {"num_hidden_layers": 4, "max_position_embeddings": 4096, "rope_parameters": {"rope_theta": 1e4}} | (
+    text_config = {"num_hidden_layers": 4, "max_position_embeddings": 4096, "rope_parameters": {"rope_theta": 1e4}} | (
         text or {}
     )
     config = SimpleNamespace(
@@ -26,7 +26,7 @@ def facts(model: Path, role: Role = Role.PREFILL, *, text: dict[str, Any] | None
             quantization=None,
             dtype=changes.get("dtype", "torch.float32"),
             use_mla=changes.get("mla", False),
-            hf_text_config=SimpleNamespace(**told),
+            hf_text_config=SimpleNamespace(**text_config),
             max_model_len=2048,
             get_total_num_kv_heads=lambda: 2,
             get_head_size=lambda: 32,
@@ -110,18 +110,18 @@ def test_a_window_that_is_switched_off_is_none(model: Path) -> None:
 
 def test_ropes_by_kind_of_layer(model: Path) -> None:
     ropes = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
-    told = str(facts(model, text={"rope_parameters": ropes}).get("model.rope"))
-    assert '"full_attention":{"kind":"default"' in told
-    assert '"theta":1000000' in told
+    rope = str(facts(model, text={"rope_parameters": ropes}).get("model.rope"))
+    assert '"full_attention":{"kind":"default"' in rope
+    assert '"theta":1000000' in rope
 
 
 def test_a_drafter_on_decode_alone_is_refused_and_its_depth_is_not(model: Path) -> None:  # R3 R5
     draft = SimpleNamespace(model=str(model), revision=None, code_revision=None, hf_config=SimpleNamespace())
-    told = {"method": "eagle", "draft_model_config": draft, "parallel_drafting": False, "attention_backend": None}
-    two = facts(model, speculation=SimpleNamespace(**told, num_speculative_tokens=2))
-    four = facts(model, Role.DECODE, speculation=SimpleNamespace(**told, num_speculative_tokens=4))
+    drafter = {"method": "eagle", "draft_model_config": draft, "parallel_drafting": False, "attention_backend": None}
+    two = facts(model, speculation=SimpleNamespace(**drafter, num_speculative_tokens=2))
+    four = facts(model, Role.DECODE, speculation=SimpleNamespace(**drafter, num_speculative_tokens=4))
     assert not verdict(two, four).refused
-    alone = facts(model, Role.DECODE, speculation=SimpleNamespace(**told, num_speculative_tokens=2))
+    alone = facts(model, Role.DECODE, speculation=SimpleNamespace(**drafter, num_speculative_tokens=2))
     assert "speculation.method" in [row.fact for row in verdict(facts(model), alone).blocking()]
     assert not verdict(two, facts(model, Role.DECODE)).refused, "what prefill drafts with, decode leaves there"
     ngram = SimpleNamespace(method="ngram", draft_model_config=None, num_speculative_tokens=3)

@@ -20,8 +20,10 @@ def test_an_ordinary_request_has_none(raw: Any) -> None:
 
 
 def test_what_prefill_returned_comes_back() -> None:  # R15
-    told = HandoffParams(do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="t", remote_engine_id="p")
-    assert read({key: value for key, value in told.to_dict().items() if value is not None}) == told
+    params = HandoffParams(
+        do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="t", remote_engine_id="p"
+    )
+    assert read({key: value for key, value in params.to_dict().items() if value is not None}) == params
 
 
 def test_unknown_fields_and_other_connectors_block_ids_are_skipped() -> None:

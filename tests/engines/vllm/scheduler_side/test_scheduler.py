@@ -348,15 +348,19 @@ def test_a_remote_decode_from_arrival_to_release() -> None:  # R15 R25
     request = prefilling(engine)
     request.num_computed_tokens = 40
     blocks = engine.manager.held["r"][0]
-    keep, told = engine.half.request_finished(request, ([1, 2, 3],), well=True)
+    keep, returned = engine.half.request_finished(request, ([1, 2, 3],), well=True)
     assert not keep, "a request that vLLM holds for us has it step all the time"
     engine.manager.free("r")
     assert [block.ref_cnt for block in blocks] == [1, 1, 1]
-    assert told is not None
-    assert told["do_remote_prefill"] is True
-    assert told["transfer_mode"] == "pull"
-    assert (told["remote_engine_id"], told["remote_request_id"], told["remote_num_tokens"]) == ("me", "r", 40)
-    assert (told["remote_block_ids"], told["tp_size"], told["pp_size"]) == ([[1, 2, 3]], 1, 1)
+    assert returned is not None
+    assert returned["do_remote_prefill"] is True
+    assert returned["transfer_mode"] == "pull"
+    assert (returned["remote_engine_id"], returned["remote_request_id"], returned["remote_num_tokens"]) == (
+        "me",
+        "r",
+        40,
+    )
+    assert (returned["remote_block_ids"], returned["tp_size"], returned["pp_size"]) == ([[1, 2, 3]], 1, 1)
     had_orders = engine.half.has_orders
     (offer,) = engine.orders()[0].offer
     assert had_orders
@@ -412,8 +416,8 @@ def test_a_prefill_that_ends_otherwise_is_withdrawn() -> None:
     request.num_computed_tokens = 16
     engine.orders()
     blocks = engine.manager.held["r"][0]
-    keep, told = engine.half.request_finished(request, ([1, 2, 3],), well=False)
-    assert (keep, told) == (False, None)
+    keep, returned = engine.half.request_finished(request, ([1, 2, 3],), well=False)
+    assert (keep, returned) == (False, None)
     engine.manager.free("r")
     assert engine.orders()[0].withdraw
     assert [block.ref_cnt for block in blocks] == [1, 1, 1], "a peer may be reading them"
