@@ -1,4 +1,4 @@
-"""`python -m benchmarks.handshake` prints an object per number of peers, and refuses what is no number of them."""
+"""`python -m benchmarks.handshake` prints one object per number of peers, and refuses what is not a number."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_bench_handshake(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("peers", ["", "0", "-3", "a,b", "1,,2", "1.5"])
-def test_bench_handshake_of_no_number(peers: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_handshake_refuses_what_is_not_a_number(peers: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main("handshake", add_arguments, run, [f"--peers={peers}"])
     assert "not a list of numbers of 1 or more" in capsys.readouterr().err

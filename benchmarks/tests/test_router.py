@@ -1,4 +1,4 @@
-"""`python -m benchmarks.router`: the scripted workers keep to their script, and a router that cheats is reported."""
+"""`python -m benchmarks.router`: the scripted workers follow their script, and a router that cheats is reported."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ async def test_streams_step_together_and_are_counted_whole() -> None:
             client.close()
 
 
-async def test_loops_send_what_they_say() -> None:
+async def test_loops_send_the_stated_load() -> None:
     async with workers(Script()) as (fleet, prefill, decode):
         replies = await closed_loop(decode, [a_request(decode)], 3, 0.05)
         assert fleet.counters.alone == len(replies) > 3
@@ -84,7 +84,7 @@ async def test_loops_send_what_they_say() -> None:
         assert all(reply.status == 200 and reply.total_s > 0 for reply in turns)
 
 
-async def test_turns_go_through_every_way_in_an_order_that_goes_round() -> None:
+async def test_turns_go_through_every_way_in_a_rotating_order() -> None:
     async with workers(Script(prefill_ms=10.0)) as (fleet, prefill, decode):
         ask, take = (prefill, a_request(prefill)), (decode, a_request(decode, PULLED))
         short, long = Way("short", [take]), Way("long", [ask, take])
@@ -101,7 +101,7 @@ async def test_turns_go_through_every_way_in_an_order_that_goes_round() -> None:
 
 
 def test_what_is_added_is_the_difference_within_a_turn() -> None:
-    """A slow minute of the machine falls on both."""
+    """A slow minute of the machine affects both."""
     added = Added([1.1, 5.1, 9.2], [1.0, 5.0, 9.0])
     assert added.p50_ms == pytest.approx(100)
     assert added.p99_ms == pytest.approx(200)
@@ -113,7 +113,7 @@ def test_percentiles() -> None:
     assert percentile([], 50) != percentile([], 50)
 
 
-def test_a_router_that_does_not_do_the_work_is_told() -> None:
+def test_a_router_that_does_not_do_the_work_is_reported() -> None:
     turn: Any = object.__new__(benchmark._Turn)
     turn._name, turn._mode = "cheat", "pull"
     turn._check([200, 200], Counters(), Counters(prefill=2, pull=2))
@@ -128,7 +128,7 @@ def test_unknown_routers_and_empty_loads_are_refused(capsys: pytest.CaptureFixtu
     assert "python -m benchmarks.router --help" in capsys.readouterr().err
 
 
-def test_rivals_are_installed_once_and_a_failure_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rivals_are_installed_once_and_a_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr("venv.create", lambda folder, **_: folder.mkdir())
 
@@ -181,7 +181,7 @@ def test_one_short_run_of_the_real_thing(capsys: pytest.CaptureFixture[str]) -> 
     assert push >= 50 - 1
 
 
-def test_every_router_says_its_command_line() -> None:
+def test_every_router_has_a_command_line() -> None:
     for router in ROUTERS:
         argv = router.argv(Path("rivals"), "http://p", "http://d", 7)
         assert "http://p" in argv

@@ -15,7 +15,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_one_object_per_serving(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("spec", spec.add_arguments, spec.run, ["--json", *QUICK]) == ExitCode.OK
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.out.splitlines()]
@@ -32,7 +32,7 @@ def test_json_has_an_object_a_serving(capsys: pytest.CaptureFixture[str]) -> Non
     assert spec.UNSAFE in captured.err
 
 
-def test_another_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_different_answer_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(spec, "_plain", lambda _: [[1]])
     argv = ["--json", "--method", "ngram", "--serving", "standalone", *QUICK]
     assert main("spec", spec.add_arguments, spec.run, argv) == ExitCode.ERROR

@@ -56,7 +56,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @pytest.fixture
 def spec(tmp_path: Path) -> VllmSpec:
-    """A server that is the stand-in."""
+    """Returns a server that is the stand-in."""
     package = tmp_path / "fake" / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     for part in (package, package.parent, package.parent.parent):
@@ -67,7 +67,7 @@ def spec(tmp_path: Path) -> VllmSpec:
 
 
 def quiet(_text: str) -> None:
-    """Progress of no interest."""
+    """Ignores progress."""
 
 
 @pytest.mark.process
@@ -105,11 +105,11 @@ def test_what_outlives_a_killed_parent_is_found_and_ended(spec: VllmSpec) -> Non
 
 
 @pytest.mark.process
-def test_a_server_that_ends_at_its_start_says_why(spec: VllmSpec) -> None:
+def test_a_server_that_ends_at_its_start_is_reported_with_the_reason(spec: VllmSpec) -> None:
     server = VllmServer(spec.but(flags=("--die",)), quiet)
     with pytest.raises(FerryError, match=r"'p0' ended at its start: ValueError: no such model"), server:
         server.start().wait_ready(20.0)
-    assert server.log_path.exists()  # the message names it
+    assert server.log_path.exists()  # the message names the server
 
 
 @pytest.mark.process
@@ -126,11 +126,11 @@ def test_a_pair_is_asked_as_a_router_asks(spec: VllmSpec) -> None:
             assert served.first_token_s > 0
         lie = serve_pair(prefill, decode, [5], between=lambda prefilled: prefilled.params | {"remote_host": "fail"})
         assert (lie.decode.status, lie.decode.error) == (500, "hash mismatch")
-    assert ask(prefill, [1], max_tokens=1, timeout_s=2.0).status == 0  # it is gone, and that is an answer too
+    assert ask(prefill, [1], max_tokens=1, timeout_s=2.0).status == 0  # the server is gone, and the record says so
 
 
 def test_cores_are_counted_while_a_grant_is_open_and_while_decode_waits(spec: VllmSpec) -> None:
-    """Each of its own server, and every request of theirs ends."""
+    """Each count is of one server, and all their requests end."""
     with VllmServer(spec, quiet) as prefill, VllmServer(spec.but(name="d0"), quiet) as decode:
         for one in (prefill, decode):
             one.start()
@@ -142,7 +142,7 @@ def test_cores_are_counted_while_a_grant_is_open_and_while_decode_waits(spec: Vl
             assert 0.0 <= cores["kvferry"] < 4.0
 
 
-def test_each_connector_is_configured_in_its_own_words(spec: VllmSpec) -> None:
+def test_each_connector_is_configured_in_its_own_terms(spec: VllmSpec) -> None:
     assert kv_transfer_config(spec) is None
     push = spec.but(connector="builtin", mode="push", role="decode", policy="recompute", extra={"kv_lease_duration": 8})
     assert kv_transfer_config(push) == {
@@ -193,8 +193,8 @@ def test_a_drafter_reads_two_hidden_states(tmp_path: Path) -> None:
     assert "layers.0.self_attn.q_proj.weight" in tensors
 
 
-def test_stalls_are_taken_from_the_peer_only(tmp_path: Path) -> None:
-    """In a process of its own: pinning does nothing, yielding sleeps, and NIXL's progress thread gets a delay."""
+def test_stalls_are_removed_from_the_peer_only(tmp_path: Path) -> None:
+    """In a separate process: pinning does nothing, yielding sleeps, and NIXL's progress thread gets a delay."""
     api = tmp_path / "nixl_cu12"
     api.mkdir()
     (api / "__init__.py").write_text("")
@@ -214,19 +214,19 @@ def test_stalls_are_taken_from_the_peer_only(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{tmp_path}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    # What goes past NIXL's own API, as kvferry's transport does, is left alone.
+    # Code that bypasses NIXL's own API, as kvferry's transport does, is not changed.
     assert done.stdout.split("\n")[:3] == ["True", "True", "100 0"]
 
 
 @pytest.mark.process
-def test_a_zygote_that_cannot_import_says_so(tmp_path: Path) -> None:
+def test_a_zygote_that_cannot_import_is_reported(tmp_path: Path) -> None:
     zygote = Zygote("/bin/false", dict(os.environ))
     with pytest.raises(FerryError, match=r"vLLM"):
         zygote.fork([], {}, tmp_path / "log")
     zygote.close()
 
 
-def test_wrong_flags_are_told_before_anything_starts() -> None:
+def test_wrong_flags_are_reported_before_anything_starts() -> None:
     import argparse
 
     parser = argparse.ArgumentParser()

@@ -72,7 +72,7 @@ def _layouts(tp: int) -> tuple[CacheLayout, ...]:
 
 
 def engine(name: str, role: Role, tp: int = 1) -> LocalSide:
-    """One end, with real layouts and the real pairing."""
+    """One end of a handshake, with real layouts and the real pairing."""
     layouts = _layouts(tp)
     ranks = tuple(
         RankHello(layout=encode_layout(layout), transport="nixl", transport_metadata=b"m" * 64) for layout in layouts
@@ -82,17 +82,17 @@ def engine(name: str, role: Role, tp: int = 1) -> LocalSide:
 
 
 _LONGEST_BYTES = 1 << 18
-"""What the listener under test takes."""
+"""Counts what the listener under test accepts."""
 
 
 class Mutator:
-    """Makes bad bytes out of good ones."""
+    """Makes malformed bytes out of good ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def damaged(self, good: bytes) -> bytes:
-        """Random, flipped, cut, spliced, repeated, oversized."""
+        """Returns random, flipped, cut, spliced, repeated or oversized bytes."""
         draw = self.random
         kind = draw.randrange(9)
         if kind == 0:
@@ -120,7 +120,7 @@ class Mutator:
         return bytes(bad)
 
     def structure(self, good: bytes) -> bytes:
-        """Still msgpack, but with a wrong value somewhere inside; layouts inside of payloads too."""
+        """Returns msgpack with a wrong value somewhere inside, also within the layouts of payloads."""
         skip = 4 if good[:3] == b"KVF" else 0
         try:
             tree = msgspec.msgpack.decode(good[skip:])
@@ -262,7 +262,7 @@ TARGETS: dict[str, Callable[[Mutator], tuple[Sequence[bytes], Target]]] = {
 
 
 def run(target: str, num_messages: int, seed: int) -> dict[str, object]:
-    """Throw messages at one target; what came of them, and how long the slowest took."""
+    """Sends messages to one target. Returns what came of them, and how long the slowest took."""
     mutator = Mutator(seed)
     good, answer = TARGETS[target](mutator)
     outcomes: Counter[str] = Counter()
@@ -276,7 +276,7 @@ def run(target: str, num_messages: int, seed: int) -> dict[str, object]:
 
 
 def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dict[str, object]:
-    """The same at a live listener: frames of every number and size over ZeroMQ, and now and then plain TCP garbage."""
+    """Does the same to a live listener: frames of every number and size over ZeroMQ, and sometimes TCP garbage."""
     mutator = Mutator(seed)
     draw = mutator.random
     good = [ask(engine("d0", Role.DECODE), protocol) for protocol in HISTORY]
@@ -295,7 +295,7 @@ def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dic
             if draw.randrange(20) == 0:
                 frames = [bad] * draw.randrange(1, 8)
             if len(bad) > _LONGEST_BYTES:
-                # On a connection of its own, which the listener ends: what else is under way must not be lost with it.
+                # A separate connection, because the listener ends it: other messages must not be lost with it.
                 with context.socket(zmq.DEALER) as other:
                     other.linger = 0
                     other.connect(f"tcp://127.0.0.1:{server.port}")
@@ -313,7 +313,7 @@ def run_listener(server: SideChannelServer, num_messages: int, seed: int) -> dic
 
 
 def main() -> int:
-    """One JSON object a target."""
+    """Prints one JSON object per target."""
     from tests.harness.sidechannels import answering, asking, listening, settings, shake
 
     parser = argparse.ArgumentParser(description=__doc__)

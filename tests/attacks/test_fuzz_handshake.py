@@ -1,4 +1,4 @@
-"""Fuzzed messages from a seed: 3,500 a target here; `python -m tests.attacks.fuzz` throws a million. R8.
+"""Fuzzed messages from a seed: 3,500 per target here; `python -m tests.attacks.fuzz` sends a million. R8.
 
 No crash, no hang, no exception but ours; the listener answers a good peer afterwards.
 """
@@ -28,7 +28,7 @@ def test_fuzzed(target: str) -> None:  # R8 R20
     slowest_ms = result["slowest_ms"]
     assert isinstance(slowest_ms, float)
     assert slowest_ms < SLOWEST_MS
-    # Both ends of the road were seen, so the fuzz is neither all noise nor all good.
+    # Both outcomes occurred, so the messages are neither all noise nor all good.
     assert len(result.keys() - {"target", "messages", "seed", "slowest_ms"}) >= 2, result
 
 
@@ -41,4 +41,4 @@ def test_a_live_listener_survives_and_answers_a_good_peer() -> None:  # R8
         stats = server.stats()
     assert stats.failed == 0
     assert stats.malformed > 0
-    assert stats.answered + stats.malformed > NUM_EACH * 0.98  # but for the oversized ones
+    assert stats.answered + stats.malformed > NUM_EACH * 0.98  # except for the oversized ones

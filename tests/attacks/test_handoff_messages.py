@@ -98,7 +98,7 @@ def test_random_bytes_are_refused_or_decoded_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "body", [b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
 )
-def test_claims_of_size_and_depth_allocate_nothing(body: bytes) -> None:
+def test_claimed_sizes_and_depths_allocate_nothing(body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(MalformedMessage):
@@ -132,17 +132,17 @@ def test_a_fragment_of_a_fragment_is_refused() -> None:
         reassembly.add(Fragment(to="i", index=1, count=2, body=inner[5:]))
 
 
-# What is well-formed, and still a lie.
+# What is well-formed, and still wrong.
 
 
 def _peer_of(pair: Pair, side: str) -> tuple[Any, Any, Any]:
-    """(attacker's name, our Peer record as the attacker addresses us, our rank)."""
+    """Yields (attacker's name, our Peer record as the attacker addresses us, our rank)."""
     ours = (pair.prefill if side == "prefill" else pair.decode)[0]
     theirs = (pair.decode if side == "prefill" else pair.prefill)[0]
     return theirs.name, next(iter(theirs.core._peers.values())), ours
 
 
-def test_transfers_that_are_not_known_are_bounded() -> None:
+def test_unknown_transfers_are_bounded() -> None:
     """A peer cannot fill our memory with claims for requests that we don't have."""
     pair = Pair(TransferMode.PULL, limits=MachineLimits(max_open=10, max_ended=10))
     attacker, us, prefill = _peer_of(pair, "prefill")
@@ -155,7 +155,7 @@ def test_transfers_that_are_not_known_are_bounded() -> None:
     assert len(prefill.core.prefill._ended) <= 10
 
 
-def test_a_rank_beyond_the_ranks_it_states_is_refused() -> None:
+def test_a_rank_beyond_the_stated_number_of_ranks_is_refused() -> None:
     pair = Pair(TransferMode.PULL, decode_ranks=2)
     pair.offer("t")
     sender = pair.decode[1].name
@@ -165,7 +165,7 @@ def test_a_rank_beyond_the_ranks_it_states_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [Confirm, Drop, Revoke])
-def test_nobody_ends_the_handoff_of_another_engine(kind: type[Any]) -> None:
+def test_no_engine_ends_the_handoff_of_another(kind: type[Any]) -> None:
     """Another engine that knows the transfer id cannot free blocks that are being read."""
     pair = Pair(TransferMode.PULL)
     pair.want("t")
@@ -181,7 +181,7 @@ def test_nobody_ends_the_handoff_of_another_engine(kind: type[Any]) -> None:
     assert prefill.report.taken == {"t"}
 
 
-def test_a_stranger_changes_nothing() -> None:
+def test_an_unknown_peer_changes_nothing() -> None:
     pair = Pair(TransferMode.PULL)
     pair.offer("t")
     (prefill,) = pair.prefill
@@ -216,8 +216,8 @@ def _lies() -> list[tuple[str, Message]]:
 
 @pytest.mark.parametrize("mode", list(TransferMode))
 @pytest.mark.parametrize("lie", range(len(_lies())))
-def test_lies_raise_nothing_and_end_by_the_deadline(mode: TransferMode, lie: int) -> None:
-    """Whatever a peer says, no machine raises, and everything ends within the stated time."""
+def test_false_messages_raise_nothing_and_end_by_the_deadline(mode: TransferMode, lie: int) -> None:
+    """Whatever a peer sends, no machine raises, and everything ends within the stated time."""
     side, message = _lies()[lie]
     pair = Pair(mode)
     pair.want("t")

@@ -9,7 +9,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)
@@ -27,6 +27,6 @@ def hostile(**changes: object) -> bytes:
         ({"kind": "shared", "block_tokens": 4}, "Invalid enum value 'shared'"),
     ],
 )
-def test_a_group_that_cannot_be_is_refused(group: dict[str, object], says: str) -> None:
+def test_a_contradictory_group_is_refused(group: dict[str, object], says: str) -> None:
     with pytest.raises(MalformedMessage, match=says):
         decode_layout(hostile(groups=[group]))

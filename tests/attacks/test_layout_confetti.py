@@ -1,4 +1,4 @@
-"""Very many ranks that hold one element of each layer, each layer dealt in another way: pairing must end soon."""
+"""Very many ranks that hold one element of each layer, split differently per layer: pairing must end soon."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def confetti() -> list[CacheLayout]:
     return ranks
 
 
-def test_pairing_with_confetti_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairing_of_very_many_fragments_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairing, "MAX_COMPARISONS", 1 << 16)
     ours = block_major(
         [f"layers.{layer}.attn" for layer in range(LAYERS)],

@@ -1,4 +1,4 @@
-"""A layer that is there twice: which one is right?"""
+"""A layer that occurs twice, so that it is unclear which one is right."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)

@@ -1,4 +1,4 @@
-"""Positions far beyond any table, between ranks that deal tokens out: planning must not walk there."""
+"""Positions far beyond any table, between ranks that split tokens: planning must not iterate up to them."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def dealt(rank: int, size: int, run: int) -> CacheLayout:
 
 @pytest.mark.parametrize("reader", [attention(), dealt(0, 3, 4)], ids=["whole", "dealt"])
 @pytest.mark.parametrize("planner", [plan, plan_staged])
-def test_a_position_without_a_block_is_found_near_by(reader: CacheLayout, planner: object) -> None:
+def test_a_position_without_a_block_is_found_without_a_long_search(reader: CacheLayout, planner: object) -> None:
     assert callable(planner)
     edge = pair([dealt(0, 2, 1), dealt(1, 2, 1)], reader).edges[0]
     with pytest.raises(MalformedMessage, match=r"token 1?\d has no block"):

@@ -1,4 +1,4 @@
-"""Counts and sizes that would fill memory before anything is checked."""
+"""Counts and sizes that would fill memory if anything were allocated before they are checked."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)
@@ -21,7 +21,7 @@ def test_a_message_that_is_too_long_is_not_even_read() -> None:
         decode_layout(bytes(MAX_LAYOUT_BYTES + 1))
 
 
-def test_a_length_that_is_only_claimed_allocates_nothing() -> None:
+def test_a_claimed_length_allocates_nothing() -> None:
     body = bytearray(hostile())
     at = body.index(b"\xa6offset") + 7
     with pytest.raises(MalformedMessage):

@@ -9,7 +9,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)
@@ -25,6 +25,6 @@ def test_a_newer_peer_may_add_fields() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc0", b"\x80", b"\xff" * 8, b"\xa3abc"])
-def test_what_is_no_layout_at_all_is_refused(body: bytes) -> None:
+def test_bytes_that_are_no_layout_are_refused(body: bytes) -> None:
     with pytest.raises(MalformedMessage, match="layout"):
         decode_layout(body)

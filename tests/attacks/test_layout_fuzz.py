@@ -1,4 +1,4 @@
-"""Random damage to a layout's bytes: what decodes can be paired and planned safely; the rest is refused in words."""
+"""Random damage to a layout's bytes: what still decodes is safe to pair and plan; the rest is refused with a reason."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ VALUES = st.one_of(NUMBERS, st.none(), st.booleans(), st.text(max_size=4), st.fl
 
 
 def use(body: bytes, decode: Callable[[bytes], CacheLayout]) -> None:
-    """Whatever comes out of the decoder must be safe to use: as a source and as a destination."""
+    """Checks that what the decoder accepts is safe to use, as a source and as a destination."""
     try:
         layout = decode(body)
     except MalformedMessage:
@@ -60,7 +60,7 @@ def use(body: bytes, decode: Callable[[bytes], CacheLayout]) -> None:
 
 @settings(max_examples=examples(250), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_damaged_bytes(data: st.DataObject) -> None:
+def test_damaged_bytes_are_refused_or_safe(data: st.DataObject) -> None:
     json = data.draw(st.booleans())
     body = bytearray(encode_layout_json(SAMPLE) if json else encode_layout(SAMPLE))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -79,7 +79,7 @@ def test_damaged_bytes(data: st.DataObject) -> None:
 
 @settings(max_examples=examples(350), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_wrong_values_in_the_right_shape(data: st.DataObject) -> None:
+def test_wrong_values_in_a_valid_shape_are_refused_or_safe(data: st.DataObject) -> None:
     raw = msgspec.msgpack.decode(encode_layout(SAMPLE))
     for _ in range(data.draw(st.integers(1, 3))):
         node: object = raw

@@ -1,4 +1,4 @@
-"""Numbers whose products would wrap in 64 bits, so that a check of the sum would pass."""
+"""Numbers whose products would overflow 64 bits, so that a check of the sum would pass."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)

@@ -1,4 +1,4 @@
-"""Thousands of tensors inside each other, each with a stride of its own: the overlap check must end, and soon."""
+"""Thousands of interleaved tensors, each with its own stride: the overlap check must end soon."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from kvferry.layout.limits import MAX_TENSORS
 
 
 def nested(count: int) -> CacheLayout:
-    """Tensor i has the bytes i and 100000 - i: no two overlap, and all hulls meet."""
+    """Returns tensors: number i has the bytes i and 100000 - i, so no two overlap, but all their ranges do."""
     tensors = tuple(
         Tensor(f"layers.{i}.attn", "k", "bf16", 1, 0, 0, i, Paging(2, 100_000 - 2 * i, None), ())
         for i in range(1, count + 1)
@@ -22,5 +22,5 @@ def test_strides_that_nest_without_end_are_refused(count: int) -> None:
         nested(count)
 
 
-def test_a_few_are_right() -> None:
+def test_a_few_strides_are_accepted() -> None:
     assert len(nested(12).tensors) == 12

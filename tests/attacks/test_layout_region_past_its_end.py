@@ -1,4 +1,4 @@
-"""A tensor that reaches beyond the memory it names would let a peer read or overwrite what lies behind it."""
+"""A tensor that reaches beyond its region would let a peer read or overwrite the memory after it."""
 
 import msgspec
 import pytest
@@ -9,13 +9,13 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)
 
 
-def test_a_tensor_that_ends_behind_its_region_is_refused() -> None:
+def test_a_tensor_that_ends_after_its_region_is_refused() -> None:
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw["regions"][1]["num_bytes"] -= 1
     with pytest.raises(MalformedMessage, match=r"layers\.1\.attn.*ends at byte 1024 of region 1, which has 1023 bytes"):

@@ -1,4 +1,4 @@
-"""A peer sends spans to pack that are outside our table, or whose number is not that of the group pairs."""
+"""A peer sends spans to pack that are outside our table, or of which there are more or fewer than group pairs."""
 
 import pytest
 

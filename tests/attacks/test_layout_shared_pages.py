@@ -1,4 +1,4 @@
-"""One page in two groups' tables: a hand-off would write it twice, and one group would read the other's bytes."""
+"""One page in the tables of two groups: a hand-off would write it twice, and one group would read the other's bytes."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ WANTED = TokenRange(0, 8)
 
 
 def cache(*, share: bool, state_at: int = 0) -> CacheLayout:
-    """Full, window and state layers, on the same pages or on pages of their own."""
+    """Returns full, window and state layers, on the same pages or on separate ones."""
     builder = LayoutBuilder()
     groups = builder.full(4), builder.window(4, 100), builder.states()
     pages = builder.pool(16, SIZE)
@@ -45,7 +45,7 @@ def an_edge(*, share: bool = True, state_at: int = 0) -> Edge:
 def destination_alone(
     edge: Edge, source: list[BlockTable], destination: list[BlockTable], wanted: TokenRange
 ) -> object:
-    """Makes the destination's half of a staged plan as a peer does: from spans that it received, and its own tables."""
+    """Makes the destination's half of a staged plan as a peer does: from received spans, and its own tables."""
     received = spans(edge, source, tables([0, 1], [2, 3], 4), wanted)
     return pack_plan(edge, Side.DESTINATION, destination, received)
 
@@ -69,7 +69,7 @@ def test_a_page_of_two_groups_is_refused(planner: Callable[..., object], bad: li
 
 
 @pytest.mark.parametrize("planner", PLANNERS[:2])
-def test_on_the_source_too(planner: Callable[..., object]) -> None:
+def test_a_page_of_two_groups_is_refused_on_the_source_too(planner: Callable[..., object]) -> None:
     edge = pair([cache(share=True)], cache(share=False)).edges[0]
     with pytest.raises(MalformedMessage, match="source block tables of groups 0 and 1 share bytes"):
         planner(edge, tables([0, 1], [1, 2], 4), tables([0, 1], [1, 2], 1), WANTED)

@@ -1,4 +1,4 @@
-"""Tables that leave out a position that is needed, or a whole group."""
+"""Tables that leave out a needed position, or a whole group."""
 
 import pytest
 
@@ -38,6 +38,6 @@ def test_a_missing_position_is_refused_before_anything_is_copied(table: list[Blo
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 4), (5, 4), (0, 1 << 41)])
-def test_a_range_that_cannot_be_is_refused(start: int, stop: int) -> None:
+def test_an_impossible_range_is_refused(start: int, stop: int) -> None:
     with pytest.raises(MalformedMessage, match="wanted tokens"):
         plan(an_edge(), GOOD, GOOD, TokenRange(start, stop))

@@ -1,4 +1,4 @@
-"""Indices that point outside of their tables."""
+"""Indices that point outside their tables."""
 
 import msgspec
 import pytest
@@ -9,7 +9,7 @@ from tests.layout.samples import attention
 
 
 def hostile(**changes: object) -> bytes:
-    """A right layout's bytes, with some fields replaced."""
+    """Returns the bytes of a valid layout with some fields replaced."""
     raw = msgspec.msgpack.decode(encode_layout(attention()))
     raw.update(changes)
     return msgspec.msgpack.encode(raw)

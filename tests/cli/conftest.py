@@ -1,4 +1,4 @@
-"""A tiny model on disk, and what runs the command in this process or in another."""
+"""Fixtures: a tiny model on disk, and the command run in this process or in another."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.harness.tiny_model import make_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of three layers, as a Hugging Face directory."""
+    """Returns a Llama of three layers, as a Hugging Face directory."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
@@ -23,7 +23,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start `kvferry ...` as a process. Whatever is left of it at the end of the test is killed, and is a failure."""
+    """Starts `kvferry ...` as a process. If it still runs at the end of the test, it is killed, and the test fails."""
     processes: list[subprocess.Popen[str]] = []
 
     def start_one(*argv: str, **env: str) -> "subprocess.Popen[str]":

@@ -32,7 +32,7 @@ def save(path: Path, stated: Facts, side: LocalSide | None = None, name: str = "
 
 @contextmanager
 def worker(body: bytes) -> Iterator[str]:
-    """A live worker, as far as GET /v1/kvferry goes."""
+    """A live worker, as far as GET /v1/kvferry needs one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -131,13 +131,13 @@ def test_layouts_that_do_not_fit_are_refused_too(tmp_path: Path, capsys: pytest.
     ],
     ids=range(7),
 )
-def test_files_that_are_no_facts(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_facts_are_refused(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.json").write_text(body)
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
     assert "does not hold the facts of a worker" in capsys.readouterr().err
 
 
-def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_and_unreachable_urls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 1
     assert "cannot read" in capsys.readouterr().err
     assert main(["compare", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == ExitCode.UNREACHABLE
@@ -146,7 +146,7 @@ def test_places_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @contextmanager
 def something_else(answer: bytes) -> Iterator[str]:
-    """A port on which no worker listens, but something."""
+    """Yields a port on which another kind of server listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -167,7 +167,7 @@ def something_else(answer: bytes) -> Iterator[str]:
     [b"220 smtp ready\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b""],
     ids=["no HTTP", "broken off", "nothing"],
 )
-def test_what_answers_is_no_worker(
+def test_a_server_that_is_no_worker_is_refused(
     command: str, answer: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = [str(tmp_path / "other.json")] if command in ("compare", "plan") else []
@@ -177,7 +177,7 @@ def test_what_answers_is_no_worker(
     assert "does not answer" in said.err + said.out
 
 
-def test_a_url_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["facts", "http://a b"]) == ExitCode.UNREACHABLE
     assert "does not answer: URL can't contain control characters" in capsys.readouterr().err
 
@@ -242,7 +242,7 @@ def test_a_router_stands_for_its_workers(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["pairs"] == 1
 
 
-def test_a_fleet_without_a_pair_is_not_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fleet_without_a_pair_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_fleet([save(tmp_path / "p.json", facts())], as_json=False) == ExitCode.ERROR
     assert "there is no pair here: give the URLs of a prefill and a decode worker" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The doctor finds what is wrong, says which step it is and what to do, ends in time and leaves no process."""
+"""The doctor finds what is wrong, names the step and the remedy, ends in time and leaves no process."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def _no_process_left() -> Iterator[None]:
 
 
 class Corrupting(MemoryTransport):
-    """Says done, and has changed one byte."""
+    """A transport that reports success although it changed one byte."""
 
     buffers: Sequence[object] = ()
 
@@ -44,7 +44,7 @@ class Corrupting(MemoryTransport):
 
 
 class Refusing(MemoryTransport):
-    """Ends every transfer with an error."""
+    """A transport that ends every transfer with an error."""
 
     def poll(self) -> Polled:
         polled = super().poll()
@@ -78,7 +78,7 @@ def test_wrong_bytes_are_found_and_the_block_is_named() -> None:
     assert "UCX_TLS=tcp" in last.remedy
 
 
-def test_a_failing_transfer_gives_its_reason() -> None:
+def test_a_failing_transfer_is_reported_with_its_reason() -> None:
     last = steps_with(Refusing, MemoryHub())[-1]
     assert (last.code, last.detail) == (ExitCode.BAD_TRANSFER, "the link is down")
 
@@ -91,7 +91,7 @@ def test_a_transfer_that_never_ends_is_given_up() -> None:
     assert "the read has not ended after" in last.detail
 
 
-def test_lost_messages_are_noticed() -> None:
+def test_lost_messages_are_detected() -> None:
     hub = MemoryHub()
     hub.faults.hold_messages = True
     last = steps_with(MemoryTransport, hub, timeout_s=1.5)[-1]
@@ -114,7 +114,7 @@ def test_a_process_that_hangs_is_ended_in_time() -> None:
 
 
 @pytest.mark.process
-def test_a_process_that_dies_says_how() -> None:
+def test_a_process_that_dies_is_reported_with_its_signal() -> None:
     def make_end(name: PeerName, sizes: Sequence[int], timeout_s: float) -> End:
         end = ProcessEnd("memory", name, sizes, timeout_s=timeout_s, wait=False)
         end.process.kill()
@@ -124,7 +124,7 @@ def test_a_process_that_dies_says_how() -> None:
     assert last.detail.endswith("ended during 'start' with exit code -9")
 
 
-def test_too_little_shared_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
         f_bavail, f_frsize = 16, 1 << 20
 
@@ -135,7 +135,7 @@ def test_too_little_shared_memory_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     assert "--shm-size" in last.remedy
 
 
-def test_a_missing_library_says_how_to_install_it(
+def test_a_missing_library_is_reported_with_the_command_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("kvferry.transport.nixl.nixl", "kvferry.transport.nixl.nixl_errors"):
@@ -147,7 +147,7 @@ def test_a_missing_library_says_how_to_install_it(
     assert "pip install 'kvferry[nixl]'" in output.err
 
 
-def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--transport", "memory", "--megabytes", "1", "--json"]) == ExitCode.OK
     output = capsys.readouterr()
     lines = [json.loads(line) for line in output.out.splitlines()]
@@ -175,7 +175,7 @@ def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(
     )
 
 
-def test_urls_are_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_are_checked_as_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     import types
 
     fleet = types.ModuleType("kvferry.cli.support.fleet_matrix")

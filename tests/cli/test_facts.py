@@ -1,4 +1,4 @@
-"""kvferry facts MODEL: what a worker would say, before there is one."""
+"""kvferry facts MODEL: what a worker would state, without starting one."""
 
 import json
 from pathlib import Path
@@ -48,11 +48,13 @@ def test_what_serve_refuses_has_no_facts(tiny: Path, capsys: pytest.CaptureFixtu
     assert "tp=97 does not divide" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_model_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["facts", str(tmp_path / "nothing")]) == 1
     assert "kvferry facts: " in capsys.readouterr().err
 
 
-def test_a_place_that_cannot_be_written(tiny: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_reported(
+    tiny: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(["facts", str(tiny), "-o", str(tmp_path / "no" / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err

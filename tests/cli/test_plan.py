@@ -58,7 +58,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(a), str(b)
 
 
-def test_the_table_has_a_line_an_edge(files: tuple[str, str], capsys: Capture) -> None:
+def test_the_table_has_one_line_per_edge(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", *files, "--tokens", "50"]) == ExitCode.OK
     out = capsys.readouterr().out.splitlines()
     assert out[0].split() == ["from", "to", "layers", "parts", "heads", "runs", "bytes/run", "size", "how", "ms"]
@@ -72,7 +72,7 @@ def test_the_table_has_a_line_an_edge(files: tuple[str, str], capsys: Capture) -
     assert out[-1].endswith(" ms.")
 
 
-def test_json_is_one_object_a_line_and_the_bytes_are_right(files: tuple[str, str], capsys: Capture) -> None:
+def test_json_has_one_object_per_line_and_the_bytes_are_right(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", *files, "--tokens", "50", "--json", "--scattered"]) == ExitCode.OK
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["source_rank"] for row in rows[:-1]] == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_json_is_one_object_a_line_and_the_bytes_are_right(files: tuple[str, str
     assert rows[-1]["summary"]["bytes"] == sum(row["bytes"] for row in rows[:-1])
 
 
-def test_the_picture_is_svg_with_a_band_an_edge(files: tuple[str, str], tmp_path: Path) -> None:
+def test_the_picture_is_svg_with_one_band_per_edge(files: tuple[str, str], tmp_path: Path) -> None:
     target = tmp_path / "plan.svg"
     assert main(["plan", *files, "--tokens", "50", "--svg", str(target)]) == ExitCode.OK
     root = ElementTree.fromstring(target.read_text())
@@ -91,12 +91,12 @@ def test_the_picture_is_svg_with_a_band_an_edge(files: tuple[str, str], tmp_path
     assert [title.split(":")[0] for title in titles] == ["0 to 0", "1 to 0", "2 to 0", "3 to 0"]
 
 
-def test_a_picture_that_cannot_be_written(files: tuple[str, str], tmp_path: Path, capsys: Capture) -> None:
+def test_a_picture_that_cannot_be_written_is_reported(files: tuple[str, str], tmp_path: Path, capsys: Capture) -> None:
     assert main(["plan", *files, "--svg", str(tmp_path / "no" / "x.svg")]) == ExitCode.ERROR
     assert "No such file or directory. Choose another path" in capsys.readouterr().err
 
 
-def test_a_pair_that_does_not_fit_is_told_in_one_line(tmp_path: Path, capsys: Capture) -> None:
+def test_a_pair_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, capsys: Capture) -> None:
     save_layouts(tmp_path / "a.json", hybrid(1, 1, AxisOrder.NHD, 8, "fp8_e4m3"))
     save_layouts(tmp_path / "b.json", hybrid(1, 1, AxisOrder.NHD, 8))
     assert main(["plan", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == ExitCode.INCOMPATIBLE
@@ -106,12 +106,12 @@ def test_a_pair_that_does_not_fit_is_told_in_one_line(tmp_path: Path, capsys: Ca
     assert "encoding: B='bf16' A='fp8_e4m3'" in captured.err
 
 
-def test_more_tokens_than_fit(files: tuple[str, str], capsys: Capture) -> None:
+def test_more_tokens_than_fit_are_refused(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", *files, "--tokens", "100000"]) == ExitCode.ERROR
     assert "--tokens 100000: the two caches have room for 1 to 256 tokens" in capsys.readouterr().err
 
 
-def test_no_such_file(files: tuple[str, str], capsys: Capture) -> None:
+def test_a_missing_file_is_reported(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", files[0] + "x", files[1]]) == ExitCode.ERROR
     assert "cannot read" in capsys.readouterr().err
 
@@ -126,12 +126,12 @@ class _Worker(BaseHTTPRequestHandler):
         self.wfile.write(self.body if known else b"")
 
     def log_message(self, *args: object) -> None:
-        """Nothing on stderr."""
+        """Runs the command, and checks that nothing is on stderr."""
 
 
 @pytest.fixture
 def worker() -> Iterator[str]:
-    """What a live worker answers, over a real socket."""
+    """Yields the address of a live worker, over a real socket."""
     ranks = tuple(
         RankHello(layout=encode_layout(layout), transport="memory", transport_metadata=b"")
         for layout in hybrid(2, 1, AxisOrder.NHD, 8)
@@ -146,7 +146,9 @@ def worker() -> Iterator[str]:
         thread.join()
 
 
-def test_a_live_worker_and_what_it_saved(worker: str, tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
+def test_a_live_worker_and_its_saved_facts_give_the_same_plan(
+    worker: str, tmp_path: Path, files: tuple[str, str], capsys: Capture
+) -> None:
     assert main(["plan", worker, files[1], "--tokens", "20"]) == ExitCode.OK
     live = capsys.readouterr().out
     assert "20 tokens from 2 prefill ranks to 1 decode rank" in live
@@ -155,18 +157,18 @@ def test_a_live_worker_and_what_it_saved(worker: str, tmp_path: Path, files: tup
     assert capsys.readouterr().out == live
 
 
-def test_a_worker_that_is_not_there(files: tuple[str, str], capsys: Capture) -> None:
+def test_an_unreachable_worker_is_reported(files: tuple[str, str], capsys: Capture) -> None:
     assert main(["plan", "http://127.0.0.1:9", files[1]]) == ExitCode.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
 
 
-def test_a_file_that_is_something_else(tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, files: tuple[str, str], capsys: Capture) -> None:
     (tmp_path / "x.json").write_text('{"hello": "not base64!"}')
     assert main(["plan", str(tmp_path / "x.json"), files[1]]) == ExitCode.ERROR
     assert "neither a layout file nor the description of a worker" in capsys.readouterr().err
 
 
-def test_facts_that_an_older_release_saved_have_no_layout(
+def test_facts_saved_by_an_older_release_have_no_layout(
     tmp_path: Path, files: tuple[str, str], capsys: Capture
 ) -> None:
     (tmp_path / "facts.json").write_text('{"engine": "-", "role": "both", "facts": {}}')
@@ -174,7 +176,7 @@ def test_facts_that_an_older_release_saved_have_no_layout(
     assert "has facts and no layout. Save it again with this version" in capsys.readouterr().err
 
 
-def test_the_benchmark_says_what_it_promises(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_prints_what_it_promises(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     small = [case for case in plan.cases(quick=True) if case.tokens < 5000]
     monkeypatch.setattr(plan, "cases", lambda quick: small[:1])
     parser = argparse.ArgumentParser()
@@ -198,7 +200,7 @@ def test_models_are_planned_with_a_shape_for_each_side(tiny: Path, capsys: Captu
     assert (last["summary"]["source_ranks"], last["summary"]["destination_ranks"]) == (1, 2)
 
 
-def test_a_saved_model_is_planned_as_the_model_itself(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_saved_model_is_planned_like_the_model_itself(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["facts", str(tiny), "--pp", "3", "-o", str(tmp_path / "facts.json")]) == ExitCode.OK
     assert main(["plan", str(tmp_path / "facts.json"), str(tiny), "--tokens", "50"]) == ExitCode.OK
     saved = capsys.readouterr().out
@@ -215,13 +217,13 @@ def test_a_saved_model_is_planned_as_the_model_itself(tiny: Path, tmp_path: Path
         (["--kv-dtype", "int3"], "--kv-dtype 'int3': choose from auto, float32"),
     ],
 )
-def test_a_shape_that_cannot_be(flags: list[str], problem: str, tiny: Path, capsys: Capture) -> None:
+def test_an_impossible_shape_is_refused(flags: list[str], problem: str, tiny: Path, capsys: Capture) -> None:
     assert main(["plan", str(tiny), str(tiny), *flags]) == ExitCode.ERROR
     assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scattered", [[], ["--scattered"]])
 @pytest.mark.parametrize("model", ["byte-mtp-hybrid", "byte-mtp-window"])
-def test_groups_that_share_pages_get_blocks_of_their_own(model: str, scattered: list[str], capsys: Capture) -> None:
+def test_groups_that_share_pages_get_separate_blocks(model: str, scattered: list[str], capsys: Capture) -> None:
     assert main(["plan", model, model, "--tp", "2,1", *scattered]) == ExitCode.OK
     assert "2 edges" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What an operator can do wrong with `serve` and `route`: one line, the value, the remedy, an exit status."""
+"""What an operator can do wrong with `serve` and `route`: one line with value and remedy, and an exit status."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ def taken_port() -> Iterator[int]:
 
 
 def line_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+    """Runs the command, and returns the only line on stderr."""
     out, err = capsys.readouterr()
     assert out == ""
     lines = [line for line in err.splitlines() if line.startswith("kvferry ")]
@@ -64,13 +64,13 @@ def test_port_out_of_range(port: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert port in line_of(capsys)
 
 
-def test_host_that_is_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere", "--host", "203.0.113.7", "--port", "0"]) == ExitCode.ERROR
     assert "203.0.113.7" in line_of(capsys)
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_a_side_channel_address_that_is_not_ours_is_reported_before_a_model_is_looked_for(
+def test_a_side_channel_address_of_another_machine_is_reported_before_a_model_is_looked_for(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     key = tmp_path / "key"
@@ -131,7 +131,7 @@ def test_settings_out_of_range(flags: list[str], part: str, capsys: pytest.Captu
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_what_is_missing_is_reported_before_a_model_is_looked_for(
+def test_missing_packages_are_reported_before_a_model_is_looked_for(
     command: str, flags: list[str], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVFERRY_KEY", raising=False)
@@ -167,19 +167,21 @@ def test_a_wrong_setting_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> N
     assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
-def test_a_router_without_decode_where_none_may_register(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_without_decode_is_refused_if_no_worker_may_register(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["route", "--prefill", "http://127.0.0.1:1", "--host", "0.0.0.0", "--port", "0"]
     assert main(argv) == ExitCode.ERROR
     assert line_of(capsys) == "kvferry route: no decode worker is given: add --decode URL"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:1", "http://", "http://:8100"])
-def test_a_worker_address_that_is_none(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_worker_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["route", "--decode", url, "--port", "0"]) == ExitCode.ERROR
     assert f"worker address {url!r}" in line_of(capsys)
 
 
-def test_env_says_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_prints_what_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVFERRY_KEY", "top secret")
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert main(["env", "--json"]) == ExitCode.OK

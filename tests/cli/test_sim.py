@@ -1,4 +1,4 @@
-"""kvferry sim as a person types it."""
+"""kvferry sim, as a user types it."""
 
 import json
 
@@ -8,7 +8,7 @@ from kvferry.cli.main import ExitCode, main
 from kvferry.testing.simulator.mutants import MUTANTS
 
 
-def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--runs", "200", "--seed", "3", "--jobs", "1", "--json"]) == ExitCode.OK
     captured = capsys.readouterr()
     (line,) = captured.out.splitlines()
@@ -27,7 +27,7 @@ def test_a_fresh_seed_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no invariant violated" in captured.out
 
 
-def test_a_mutant_is_caught_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mutant_is_caught_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["sim", "--runs", "5000", "--seed", "1", "--jobs", "1", "--mutant", "confirm-before-write"]
     assert main(command) == ExitCode.OK
     assert "mutant confirm-before-write: " in capsys.readouterr().out

@@ -35,7 +35,7 @@ class Fleet:
         self.url = str(json.loads(self.ready_file.read_text())["url"])
 
     def pids(self) -> dict[str, int]:
-        """By name, from the command lines of the children."""
+        """Returns the children by name, from their command lines."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -49,18 +49,18 @@ class Fleet:
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[openai.AsyncOpenAI]:
-        """The official client on the router."""
+        """Returns the official client for the router."""
         async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
             yield made
 
     async def complete(self, prompt: str = PROMPT, **more: Any) -> Any:
-        """A greedy completion; its text, and how it was served."""
+        """Returns the text of a greedy completion, and how it was served."""
         async with self.client() as client:
             params: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}, **more}
             return await client.completions.create(model="tiny-llama", prompt=prompt, **params)
 
     def end(self, number: signal.Signals, code: ExitCode) -> str:
-        """Signal it; nothing may be left. What it wrote."""
+        """Sends a signal, checks that nothing is left, and returns the output."""
         pids = self.pids()
         self.process.send_signal(number)
         _, err = self.process.communicate(timeout=60)
@@ -103,7 +103,7 @@ async def test_a_fleet_hands_over_and_one_ctrl_c_ends_it(  # R12, R16, R36
     assert "all processes have ended" in err
 
 
-async def test_clients_and_workers_that_go_away_leave_nothing_behind(
+async def test_clients_and_workers_that_go_away_leave_nothing_open(
     start: Start, tiny: Path, tmp_path: Path
 ) -> None:  # R28, R29
     fleet = Fleet(start, tiny, tmp_path, "--restart", "--lease-ttl", "2", "--lease-renew-every", "0.5")
@@ -123,7 +123,7 @@ async def test_clients_and_workers_that_go_away_leave_nothing_behind(
         for url in (prefill, decode):
             await _until_idle(session, url)
 
-        # Prefill dies after it has answered: its parameters name blocks that nobody holds any more.
+        # Prefill dies after its answer: the parameters name blocks that no process holds any more.
         body: dict[str, Any] = {"prompt": PROMPT + " at noon", "max_tokens": 8, "temperature": 0}
         ticket = {"do_remote_decode": True, "transfer_id": "t-after"}
         asked = await session.post(f"{prefill}/v1/completions", json={**body, "kv_transfer_params": ticket})
@@ -142,7 +142,7 @@ async def test_clients_and_workers_that_go_away_leave_nothing_behind(
 
 
 async def _until_idle(session: aiohttp.ClientSession, url: str) -> None:
-    """No request runs or waits, and no block is held for a hand-off."""
+    """Waits until no request runs or waits, and no block is held for a hand-off."""
     wanted = {"kvferry_open_sequences", "kvferry_engine_running", "kvferry_engine_held_blocks"}
 
     async def idle() -> bool:
@@ -153,7 +153,7 @@ async def _until_idle(session: aiohttp.ClientSession, url: str) -> None:
     await until_async(idle, "the worker is idle", within_s=60.0, every_s=0.05)
 
 
-async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tiny: Path, tmp_path: Path) -> None:
+async def test_a_worker_that_dies_ends_the_fleet_and_is_named(start: Start, tiny: Path, tmp_path: Path) -> None:
     fleet = Fleet(start, tiny, tmp_path)
     pids = fleet.pids()
     os.kill(pids["decode-0"], signal.SIGKILL)
@@ -163,7 +163,7 @@ async def test_a_worker_that_dies_ends_the_fleet_with_its_name(start: Start, tin
     assert not any(map(exists, pids.values()))
 
 
-async def test_a_drained_worker_leaves_the_others_serving(start: Start, tiny: Path, tmp_path: Path) -> None:
+async def test_the_other_workers_go_on_while_one_drains(start: Start, tiny: Path, tmp_path: Path) -> None:
     fleet = Fleet(start, tiny, tmp_path)
     os.kill(fleet.pids()["prefill-0"], signal.SIGTERM)
     until(lambda: "prefill-0" not in fleet.pids(), within_s=60)
@@ -172,7 +172,7 @@ async def test_a_drained_worker_leaves_the_others_serving(start: Start, tiny: Pa
     fleet.end(signal.SIGINT, ExitCode.OK)
 
 
-async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanwhile(
+async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_until_then(
     start: Start, tiny: Path, tmp_path: Path
 ) -> None:
     fleet = Fleet(start, tiny, tmp_path, "--restart")
@@ -184,7 +184,7 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanw
     alone = await fleet.complete(prompt=PROMPT + " and a mill")
     assert alone.kvferry["handed_over"] == 0
     assert "prefill" in alone.kvferry["why"]
-    numbers = itertools.count(1)  # every prompt is new: nothing comes from a cache
+    numbers = itertools.count(1)  # every prompt is new, so nothing comes from a cache
 
     async def handed_over() -> bool:
         answer = await fleet.complete(prompt=f"{next(numbers)} {PROMPT}")
@@ -196,7 +196,7 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_meanw
     fleet.end(signal.SIGTERM, ExitCode.OK)
 
 
-def test_up_says_which_worker_cannot_start(start: Start, tmp_path: Path) -> None:
+def test_up_names_the_worker_that_cannot_start(start: Start, tmp_path: Path) -> None:
     process = start("up", str(tmp_path), "--port", "0")
     _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.ERROR
@@ -218,7 +218,7 @@ def test_demo_prints_one_json_object(start: Start, tiny: Path) -> None:
     assert result["transfer_ms"] > 0
 
 
-def test_demo_for_people(start: Start, tiny: Path) -> None:
+def test_demo_prints_a_summary_for_people(start: Start, tiny: Path) -> None:
     process = start("demo", "--model", str(tiny), "--max-tokens", "8", "--transfer-mode", "push", *WORKER)
     out, err = process.communicate(timeout=120)
     assert process.returncode == ExitCode.OK, err

@@ -20,7 +20,7 @@ def _parsed(module: object, *argv: str) -> argparse.Namespace:
 
 
 def _children(*flags: str) -> list[EngineSettings]:
-    """As the plan's command lines are understood by `kvferry serve`."""
+    """Parses the plan's command lines as `kvferry serve` does."""
     args = _parsed(up, "model", "--prefill", "1", "--decode", "2", *flags)
     common = engine_settings("model", args)
     prefill, decode = (up._sized(common, args, role) for role in ("prefill", "decode"))
@@ -34,18 +34,18 @@ def _children(*flags: str) -> list[EngineSettings]:
     return [engine_settings("model", _parsed(serve, *spec.argv[1:])) for spec in plan.workers()]
 
 
-def test_sizes_of_one_role_win_over_those_of_all() -> None:
+def test_sizes_of_one_role_override_those_of_all() -> None:
     shapes = [(one.tp, one.pp) for one in _children("--tp", "2", "--prefill-pp", "2", "--decode-tp", "1")]
     assert shapes == [(2, 2), (1, 1), (1, 1)]
 
 
-def test_cores_are_dealt_out_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 24)
     assert [one.threads for one in _children("--prefill-tp", "4", "--decode-pp", "2")] == [3, 3, 3]
     assert [one.threads for one in _children("--prefill-tp", "4", "--threads", "5")] == [5, 5, 5]
 
 
-def test_a_size_of_nothing_is_refused() -> None:
+def test_a_size_of_zero_is_refused() -> None:
     with pytest.raises(ConfigError, match="tp=0 must be at least 1"):
         _children("--decode-tp", "0")
 

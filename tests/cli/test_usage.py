@@ -1,4 +1,4 @@
-"""What a user types wrong: two lines, exit status 2, and the word that was meant."""
+"""Mistyped commands: two lines, exit status 2, and the word that was probably meant."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvferry.cli.main import COMMANDS, ExitCode, main, make_parser
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
-    """The lines on stderr of a command that is not understood."""
+    """Runs a command that is not understood, and returns the lines on stderr."""
     with pytest.raises(SystemExit) as ended:
         main(list(argv))
     assert ended.value.code == ExitCode.USAGE
@@ -35,13 +35,13 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
         (["key", "nw", "x"], "kvferry key: 'nw' is not an action. Did you mean new?"),
     ],
 )
-def test_two_lines_with_what_was_meant(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_lines_suggest_what_was_meant(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = said(capsys, *argv)
     assert lines == [line, f"Try: {line.split(':')[0]} --help"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_flag_has_a_help_text_and_says_its_default(command: str) -> None:
+def test_every_flag_has_a_help_text_and_a_default(command: str) -> None:
     parser = make_parser(command)
     sub = next(action for action in parser._actions if action.dest == "command").choices[command]  # type: ignore[index]
     for action in sub._actions:

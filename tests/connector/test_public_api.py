@@ -1,4 +1,4 @@
-"""What `kvferry` itself offers: every name loads, type checkers see the same names, and each is on the page."""
+"""What `kvferry` itself exports: every name loads, type checkers see the same names, and each is on the page."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = kvferry.Ferry
 
 
-def test_a_name_is_loaded_on_its_first_use_only() -> None:
+def test_a_name_is_loaded_only_on_its_first_use() -> None:
     code = (
         "import sys, kvferry\n"
         "assert not [m for m in sys.modules if m.startswith('kvferry.')]\n"
@@ -48,7 +48,7 @@ def test_a_name_is_loaded_on_its_first_use_only() -> None:
 
 
 def test_the_code_on_the_page_runs() -> None:
-    """All blocks but the last, which names an adapter that a reader has to write."""
+    """All blocks except the last, which names an adapter that the reader has to write."""
     *blocks, suite = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
     namespace: dict[str, object] = {}
     for block in blocks:

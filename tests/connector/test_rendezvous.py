@@ -19,7 +19,7 @@ P, D = EngineId("p"), EngineId("d")
 
 
 class End:
-    """An engine's end, and what its worker halves learned: +incarnation was accepted, -incarnation is gone."""
+    """One engine, and what its worker halves learned: +incarnation was accepted, -incarnation is gone."""
 
     def __init__(self, engine: str, incarnation: str, role: Role, clock: FakeClock, *, port: int = 0) -> None:
         self.learned: list[str] = []
@@ -35,7 +35,7 @@ class End:
         return self.rendezvous.view(engine, of.incarnation if named else None, of.rendezvous.host, of.rendezvous.port)
 
     def meet(self, of: "End", engine: EngineId, *, named: bool = True) -> PeerView:
-        """As an engine does, once a step, until the handshake has ended."""
+        """Polls as an engine does, once per step, until the handshake has ended."""
         view = self.view(of, engine, named=named)
         until(lambda: self.view(of, engine, named=named).status is not PeerStatus.ASKING)
         return self.view(of, engine, named=named) if view.status is PeerStatus.ASKING else view
@@ -71,7 +71,7 @@ def test_both_learn_of_each_other_once(world: World) -> None:
 
 
 def test_a_peer_is_not_accepted_before_the_workers_know_it(world: World) -> None:
-    """The listener's thread has accepted it and is about to say so, when the engine's thread looks."""
+    """The listener's thread has accepted it and is about to report it when the engine's thread looks."""
     p, d = world.end("p", "p1", Role.BOTH), world.end("d", "d1", Role.BOTH)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -105,7 +105,7 @@ def test_a_restart_on_the_same_port_works_at_the_first_request(world: World) -> 
 
 
 def test_a_lost_peer_is_gone_and_the_next_request_shakes_hands_again(world: World) -> None:
-    """Whether it has restarted (and the request does not say so), or has only forgotten us."""
+    """The peer has either restarted (and the request does not say so), or only forgotten us."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
@@ -133,7 +133,7 @@ def test_a_lost_peer_is_gone_and_the_next_request_shakes_hands_again(world: Worl
 
 
 def test_the_loss_of_an_old_incarnation_changes_nothing(world: World) -> None:
-    """I6. A driver may find it out late."""
+    """I6. A driver may notice the loss late."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     d.rendezvous.lost(P, Incarnation("p0"), "old news")
@@ -159,7 +159,7 @@ def test_a_peer_that_is_gone_again_never_reaches_the_worker_halves(world: World)
 
 
 def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
-    """R24, I5: also by the book, some minutes later."""
+    """R24, I5: the peer table forgets them too, some minutes later."""
     p = world.end("p", "p1", Role.PREFILL)
     for number in range(20):
         d = world.end(f"d{number}", "i", Role.DECODE)
@@ -174,8 +174,8 @@ def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
     assert [peer.engine for peer in p.rendezvous.peers()] == ["d"]
 
 
-def test_a_question_that_timed_out_while_nobody_looked_does_not_cost_the_next_request(world: World) -> None:
-    """The engine asked, then had nothing to do: the old incarnation's silence is no answer of the new one."""
+def test_a_question_that_timed_out_unnoticed_does_not_cost_the_next_request(world: World) -> None:
+    """The engine asked, then had nothing to do: the silence of the old incarnation is not an answer of the new one."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     host, port = p.rendezvous.host, p.rendezvous.port
     world.close(p)
@@ -186,8 +186,8 @@ def test_a_question_that_timed_out_while_nobody_looked_does_not_cost_the_next_re
     assert d.meet(p, P) == PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("p2"))
 
 
-def test_an_engine_whose_ranks_were_started_anew_is_met_again_at_its_old_address(world: World) -> None:
-    """I6: another incarnation, the same sockets. It has forgotten every peer, and meets each of them anew."""
+def test_an_engine_whose_ranks_were_restarted_is_met_again_at_its_old_address(world: World) -> None:
+    """I6: another incarnation at the same sockets. It has forgotten every peer, and shakes hands with each again."""
     p, d = world.end("p", "p1", Role.PREFILL), world.end("d", "d1", Role.DECODE)
     d.meet(p, P)
     p.incarnation = Incarnation("p2")

@@ -132,7 +132,7 @@ def test_an_aborted_prefill_keeps_its_blocks_only_if_it_was_offered() -> None:
     half = make()
     request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
     assert half.request_finished(request, TABLES, 8, first_token=None, aborted=True) == (None, None)
-    # In push decode may be waiting for it since before.
+    # In push, decode may have been waiting for it before.
     assert [w.transfer for w in half.build_orders().withdraw] == [T]
     assert not half.has_pending_work()
     unnamed = Request(handoff=HandoffParams(do_remote_decode=True))
@@ -143,7 +143,7 @@ def test_an_aborted_prefill_keeps_its_blocks_only_if_it_was_offered() -> None:
     assert [w.transfer for w in half.build_orders().withdraw] == [T]
 
 
-def test_a_preempted_prefill_keeps_its_blocks_under_the_old_grant_and_offers_anew() -> None:  # R28
+def test_a_preempted_prefill_keeps_its_blocks_under_the_old_grant_and_offers_again() -> None:  # R28
     half = make()
     request = Request(handoff=HandoffParams(do_remote_decode=True))
     assert half.preempted(request) is None
@@ -171,7 +171,7 @@ def test_a_preempted_prefill_does_not_offer_again_under_the_router_s_id() -> Non
     assert half.update([StepReport(released=frozenset({T}))]).released == (T,)
 
 
-def test_a_preempted_push_is_over_for_decode_was_told() -> None:
+def test_a_preempted_push_is_over_because_decode_was_informed() -> None:
     half = make(mode=TransferMode.PUSH)
     request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
     half.computed(request, TABLES, 16)
@@ -221,7 +221,7 @@ def test_decode_waits_for_the_handshake() -> None:
 
 
 @pytest.mark.parametrize("policy", list(FailurePolicy))
-def test_a_refused_peer_is_explained_by_policy(policy: FailurePolicy) -> None:  # R10, R29
+def test_the_policy_decides_what_a_refused_peer_does_to_a_request(policy: FailurePolicy) -> None:  # R10, R29
     half = make(Board(PeerView(PeerStatus.REFUSED, "kv_dtype: ...")), policy=policy)
     request = decode_request()
     half.on_new_request(request)
@@ -231,7 +231,7 @@ def test_a_refused_peer_is_explained_by_policy(policy: FailurePolicy) -> None:  
     assert not half.has_pending_work()
 
 
-def test_another_mode_is_refused_before_anybody_is_asked() -> None:  # R13
+def test_another_mode_is_refused_before_any_peer_is_asked() -> None:  # R13
     board = Board()
     half = make(board)
     request = decode_request(transfer_mode="push")
@@ -240,14 +240,14 @@ def test_another_mode_is_refused_before_anybody_is_asked() -> None:  # R13
     assert board.asked == []
 
 
-def test_lacking_parameters_are_named() -> None:
+def test_missing_parameters_are_named() -> None:
     half = make()
     request = decode_request(remote_port=None, remote_host=None)
     half.on_new_request(request)
     assert half.match(request, 0).reason == "kv_transfer_params lack remote_host, remote_port"
 
 
-def test_landed_is_told_once_when_all_ranks_have_landed() -> None:  # R26
+def test_landed_is_reported_once_when_all_ranks_have_landed() -> None:  # R26
     half = make(tp_size=2)
     started(half, decode_request())
     assert half.update([StepReport(landed=(landed(),)), StepReport()]).landed == ()
@@ -256,7 +256,7 @@ def test_landed_is_told_once_when_all_ranks_have_landed() -> None:  # R26
     assert not half.has_pending_work()
 
 
-def test_a_failed_rank_and_a_surviving_one_are_one_failure_told_after_the_survivor() -> None:  # R26
+def test_a_failed_rank_and_a_surviving_one_are_one_failure_reported_after_the_survivor() -> None:  # R26
     half = make(tp_size=2)
     request = decode_request()
     started(half, request)
@@ -280,7 +280,7 @@ def test_a_request_that_ends_while_its_failed_blocks_are_in_quarantine_has_no_se
     assert half.update([StepReport(released=frozenset({T}))]).released == (T,)
 
 
-def test_an_abort_in_flight_keeps_the_blocks_until_released() -> None:  # R28
+def test_an_abort_in_flight_keeps_the_blocks_until_they_are_released() -> None:  # R28
     half = make()
     request = decode_request()
     started(half, request)
@@ -290,7 +290,7 @@ def test_an_abort_in_flight_keeps_the_blocks_until_released() -> None:  # R28
     assert (outcome.released, outcome.failed) == ((T,), ())
 
 
-def test_a_hand_off_that_lands_while_it_is_aborted_only_frees_its_blocks() -> None:
+def test_a_hand_off_that_lands_during_its_abort_only_frees_its_blocks() -> None:
     half = make()
     request = decode_request()
     started(half, request)
@@ -318,7 +318,7 @@ def test_one_transfer_id_serves_one_request() -> None:
     assert "one dispatch, one id" in half.match(twin, 0).reason
 
 
-def test_a_full_prefix_hit_tells_the_peer_at_once_and_keeps_nobody_waiting() -> None:
+def test_a_full_prefix_hit_is_reported_to_the_peer_at_once_and_nothing_waits() -> None:
     half = make()
     request = decode_request()
     half.on_new_request(request)
@@ -333,7 +333,7 @@ def test_a_full_prefix_hit_tells_the_peer_at_once_and_keeps_nobody_waiting() -> 
 
 
 def offered(half: HandoffScheduler, *, finished: bool = True) -> Request:
-    """A prefill request under T."""
+    """Starts a prefill request under the transfer id T."""
     request = Request(handoff=HandoffParams(do_remote_decode=True, transfer_id=T))
     half.computed(request, TABLES, 16)
     if finished:
@@ -342,7 +342,7 @@ def offered(half: HandoffScheduler, *, finished: bool = True) -> Request:
     return request
 
 
-def test_a_finished_prefill_that_nobody_will_take_is_withdrawn_once() -> None:  # R25
+def test_a_finished_prefill_that_no_peer_will_take_is_withdrawn_once() -> None:  # R25
     half = make()
     offered(half)
     assert half.withdraw(T, "the client is gone") is True
@@ -355,7 +355,7 @@ def test_a_finished_prefill_that_nobody_will_take_is_withdrawn_once() -> None:  
 
 
 def test_a_prefill_that_still_runs_is_withdrawn_when_it_ends() -> None:  # R28
-    """Before that the engine holds no blocks for the transfer, and would hold them for ever."""
+    """Before that, the engine holds no blocks for the transfer, and would hold them for ever."""
     half = make()
     request = offered(half, finished=False)
     assert half.withdraw(T, "the client is gone") is True
@@ -367,7 +367,7 @@ def test_a_prefill_that_still_runs_is_withdrawn_when_it_ends() -> None:  # R28
     assert not [order for order in orders.offer if order.final]
 
 
-def test_what_is_not_an_offer_cannot_be_withdrawn() -> None:
+def test_a_request_without_an_offer_cannot_be_withdrawn() -> None:
     half = make()
     assert half.withdraw(TransferId("unknown"), "x") is False
     started(half, decode_request())

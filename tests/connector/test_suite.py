@@ -93,7 +93,7 @@ class TestOwnEngine(ConnectorSuite):
 
 
 class MiniAdapter:
-    """The embedded engine, one rank in this process."""
+    """The embedded engine, with one rank in this process."""
 
     def __init__(self, model: Path, role: Role, settings: FerrySettings) -> None:
         block_tokens = 16 if role is Role.PREFILL else 8
@@ -167,11 +167,11 @@ class TestEmbeddedEngine(ConnectorSuite):
         return MiniAdapter(self.model, role, settings)
 
 
-# The suite finds what it is for
+# The suite finds the faults that it is meant to find
 
 
 class Careless(own.OwnEngine):  # type: ignore[misc]
-    """Gives blocks back at once, whatever a peer may do with them."""
+    """An engine that releases blocks at once, whatever a peer may still do with them."""
 
     def _end(self, request: Any, *, aborted: bool = False) -> None:
         super()._end(request, aborted=aborted)
@@ -185,7 +185,7 @@ def settings() -> FerrySettings:
 
 
 def watched(engine_class: Any, settings: FerrySettings) -> Any:
-    """An own engine, with the contract in front of its scheduler half."""
+    """Returns an own engine whose scheduler half is wrapped in the contract."""
     engine = engine_class(f"p-{next(_NUMBERS)}", Role.PREFILL, settings)
     engine.half = Contract(engine.half, [engine.block_tokens])
     return engine
@@ -195,7 +195,7 @@ def to_prefill(name: str, index: int) -> Any:
     return own.request_of(name, prompt_of(index), 1, HandoffParams(do_remote_decode=True, transfer_id=f"t-{name}"))
 
 
-def test_blocks_that_are_used_again_too_early_are_found(settings: FerrySettings) -> None:
+def test_blocks_that_are_reused_too_early_are_found(settings: FerrySettings) -> None:
     engine = watched(Careless, settings)
     try:
         engine.add(to_prefill("first", 0))

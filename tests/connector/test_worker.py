@@ -1,4 +1,4 @@
-"""Worker halves of an engine of several ranks: what they have to know, and what their counters come to."""
+"""The worker halves of an engine of several ranks: what they must know, and how their counters add up."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from kvferry.settings import FerrySettings
 from kvferry.stats import HandoffStats
 
 
-def test_the_counters_of_ranks_are_about_the_same_hand_offs() -> None:
+def test_the_counters_of_ranks_count_the_same_hand_offs() -> None:
     ranks = [
         HandoffStats(landed=3, failed=0, bytes=100, transfer_s=0.5, open_grants=2, peers=4),
         HandoffStats(landed=2, failed=1, bytes=50, transfer_s=0.7, open_grants=2, quarantined_blocks=6, peers=4),
@@ -35,7 +35,7 @@ def test_reports_of_one_rank_are_merged_in_order() -> None:
 
 
 def test_a_rank_of_several_must_know_the_layouts_of_all() -> None:
-    """Without them it does not know what it owes to whom: push would send nothing, and nothing would be verified."""
+    """Without them it does not know which bytes it owes to which peer: it would send and verify nothing in push."""
     layout = block_major(
         ["layers.0.attn"],
         num_blocks=4,

@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type is accepted: commands by the real parsers, targets by make, Python by Python."""
+"""Everything that pages ask a reader to type is accepted: commands by the real parsers, targets by make, and Python."""
 
 import ast
 import re
@@ -17,14 +17,14 @@ INDENTED = re.compile(r"(?m)^    (kvferry (?!\.\.\.).*)$")
 
 
 def accept(argv: list[str]) -> None:
-    """Parses a command line without running it. SystemExit: it is refused."""
+    """Parses a command line without running it. Raises SystemExit if it is refused."""
     args = make_parser(argv[0] if argv[0] in COMMANDS else None).parse(argv)
     if args.command == "bench":
         assert args.name == "all" or args.name in BENCHMARKS
 
 
 def flags_of(command: str) -> set[str]:
-    """Every flag of a command."""
+    """Returns every flag of a command."""
     sub = next(action for action in make_parser(command)._actions if action.dest == "command").choices[command]  # type: ignore[index]
     return set(sub._option_string_actions)
 
@@ -77,13 +77,13 @@ def test_python_blocks_compile(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_block_that_is_not_run_says_why(page: Path) -> None:
+def test_a_block_that_is_not_run_has_a_reason(page: Path) -> None:
     for block in blocks_of(page):
         assert block.reason is None or len(block.reason) > 5, block.where
 
 
 def reading_order(page: Path) -> list[str]:
-    """The files of the numbered list beneath "read the code"."""
+    """Returns the files of the numbered list after "read the code"."""
     text = page.read_text()
     after = text[text.lower().index("read the code") :]
     return re.findall(r"(?m)^\d\. `([\w/]+\.py)`", after.split("\n## ")[0] if "\n## " in after[5:] else after)[:6]

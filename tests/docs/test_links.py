@@ -1,4 +1,4 @@
-"""Links between pages, in the repository's view and in the site's: every file and every anchor is there."""
+"""Links between pages, in the repository's view and in the site's: every file and every anchor exists."""
 
 import importlib.util
 import posixpath
@@ -22,13 +22,13 @@ LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)[^)]*\)|(?:href|src|srcset)
 
 
 def prose(page: Path) -> str:
-    """Returns the page without its code blocks and inline code."""
+    """Returns the page without code blocks and inline code."""
     text = re.sub(r"(?ms)^( *)(```+|~~~+).*?^ *\2 *$", "", page.read_text())
     return re.sub(r"`[^`\n]*`", "", text)
 
 
 def anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page as a code host makes them: of its headings, and those written by hand."""
+    """Returns the anchors of a page as a code host makes them: those of its headings, and those written by hand."""
     text = re.sub(r"(?ms)^( *)(```+|~~~+).*?^ *\2 *$", "", page.read_text())
     found: set[str] = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     for heading in re.findall(r"(?m)^#{1,6} +(.+?) *#*$", text):
@@ -58,7 +58,7 @@ def test_links_of_a_page_are_alive(page: Path) -> None:
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = set(re.findall(r"(?m)^ +- .*?: ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text()))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    pages -= {page for page in pages if page.startswith("decisions/0")}  # listed by their index
+    pages -= {page for page in pages if page.startswith("decisions/0")}  # these are listed by their index
     assert listed == pages | MADE_BY_HOOK
 
 

@@ -12,7 +12,7 @@ RULES = ROOT / "docs" / "reference" / "rules.md"
 ROOMS = ("src", "models", "tests", "benchmarks", "examples", "training", "docs")
 NEVER = re.compile(r"(?<![\w-])(?:spec|design|mobility|house|peers|faults|vllm_contract|docs_walk)\.md\b|\bshared/\w")
 ELSEWHERE = {"argparse.py", "api_server.py", "_api.py", "_bindings.py", "contributing.md", "changelog.md"}
-"""Files of other projects, and pages that only the site has."""
+"""Files of other projects, and pages that exist only on the site."""
 
 
 def texts() -> dict[str, str]:
@@ -35,7 +35,7 @@ def test_every_rule_that_is_named_is_on_the_rules_page() -> None:
     assert not missing
 
 
-def test_no_file_is_named_that_readers_do_not_have() -> None:
+def test_no_file_is_named_that_is_not_in_the_repository() -> None:
     named = {f"{path}: {match[0]}" for path, text in TEXTS.items() for match in NEVER.finditer(text)}
     assert not named
 

@@ -72,18 +72,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 4,
     },
 }
-"""Of each family, what `make_tiny_model` makes of it: heads that two ranks can share, layers that two stages can."""
+"""The changes with which `make_tiny_model` makes each family: heads that two ranks can share, layers for two stages."""
 FAMILIES["llama-fp8"] = FAMILIES["llama"]
 KV_DTYPES = {"llama-fp8": "fp8_e4m3_token"}
 LEFT = {"mamba": 1}
-"""Prompt tokens that decode computes itself, by R32."""
+"""The number of prompt tokens that decode computes itself, by R32."""
 PREFILL = ("TP1", "TP2", "PP2", "TP2 PP2")
 DECODE = ("TP1", "TP2", "PP2")
 BLOCKS = ("16/16", "16/32", "32/16")
 HITS = ("none", "partial", "full")
 MODES = ("pull", "push")
 PROMPT, SHARED, ANSWER = 96, 48, 8
-"""Tokens: of the prompt as handed over; of those that decode has before a `partial` hit; of the answer."""
+"""Numbers of tokens: the prompt that is handed over; what decode has before a `partial` hit; the answer."""
 CELL_S = 60.0
 TITLES = {
     "llama": "Llama: full attention",
@@ -130,11 +130,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it."""
+    """The result of one cell."""
 
     tokens_equal: bool
     digest_equal: bool | None
-    """None: decode had everything, nothing was moved."""
+    """The cells that decode verified. None: decode had everything, and nothing was moved."""
     recomputed: int
     cached: int
     handed_over: int
@@ -142,18 +142,18 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """Nothing is wrong with it."""
+        """True if nothing is wrong with it."""
         return not self.problem
 
 
 def every_cell() -> list[Cell]:
-    """In an order in which engines can be used again."""
+    """Returns the cells in an order in which engines can be reused."""
     axes = (FAMILIES, MODES, BLOCKS, PREFILL, DECODE, HITS)
     return [Cell(f, m, p, d, b, h) for f, m, b, p, d, h in itertools.product(*axes)]
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Few cells in which any two values of any two axes meet: those that bring most that is new, in few engines."""
+    """Returns few cells that cover every pair of values of any two axes, and that need few engines."""
 
     def pairs(cell: Cell) -> set[tuple[Any, ...]]:
         return set(itertools.combinations(asdict(cell).items(), 2))
@@ -183,10 +183,10 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
 
 
 class Matrix:
-    """Two processes, for prefill and for decode engines."""
+    """Two processes: one for prefill engines, one for decode engines."""
 
     def __init__(self, directory: Path) -> None:
-        """Models are made in `directory` when they are needed."""
+        """Makes models in `directory` when they are needed."""
         self._directory = directory
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = {}, []
@@ -202,7 +202,7 @@ class Matrix:
         self._number = 0
 
     def need(self, cells: Iterable[Cell]) -> None:
-        """End the engines that none of these cells needs, and start those that are missing; both sides at once."""
+        """Ends the engines that none of these cells needs, and starts those that are missing, on both sides at once."""
         wanted = {key: settings for cell in cells for key, settings in self._engines(cell)}
         for key in [key for key in self._addresses if key not in wanted]:
             self._order(Close(key))
@@ -215,7 +215,7 @@ class Matrix:
             self._addresses[key] = self._receive(key[0], 300.0).address
 
     def run(self, cell: Cell) -> Result:
-        """One cell."""
+        """Runs one cell."""
         (p, _), (d, _) = self._engines(cell)
         left = LEFT.get(cell.family, 0)
         dice = random.Random(cell.family)
@@ -233,7 +233,7 @@ class Matrix:
         block, left = int(cell.block_sizes.split("/")[1]), LEFT.get(cell.family, 0)
         cached = {"none": 0, "partial": SHARED // block * block, "full": PROMPT}[cell.hit]
         if cell.hit == "full" and cell.mode == "push" and not left:
-            cached -= block  # it cannot know that prefill's first token will come, and keeps a token to compute
+            cached -= block  # it cannot know that prefill's first token will come, so it leaves one token to compute
         moved = found.handed_over > 0
         problems = [
             what
@@ -256,7 +256,7 @@ class Matrix:
         )
 
     def close(self) -> None:
-        """End both processes with all that they have started."""
+        """Ends both processes and everything that they have started."""
         for pipe in self._pipes.values():
             try:
                 pipe.send(None)
@@ -269,11 +269,11 @@ class Matrix:
                 process.join()
 
     def _engines(self, cell: Cell) -> tuple[tuple[str, WorkerSettings], tuple[str, WorkerSettings]]:
-        """Name and settings of prefill's and decode's engine; the name begins with `p` or `d`."""
+        """Returns the names and settings of prefill's and decode's engine; a name begins with `p` or `d`."""
         model = self._directory / cell.family
         if not model.is_dir():
             make_tiny_model(model, "llama", **FAMILIES[cell.family])
-        # Every byte that moves is compared; and no staging, so that runs go as they were planned.
+        # Every byte that moves is verified; staging is off, so that runs are moved as they were planned.
         transfer = TransferSettings(mode=TransferMode(cell.mode), verify=Verify.ALL, deadline_s=30.0, staging_bytes=0)
         made = []
         for role, shape, block in zip(
@@ -322,7 +322,7 @@ class Matrix:
 
 
 def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]:
-    """Run cells in their order. After one that gets no answer all processes are started anew."""
+    """Runs cells in their order. After one that gets no answer, all processes are restarted."""
     matrix = None
     try:
         for _, same in itertools.groupby(cells, key=lambda c: (c.family, c.mode, c.block_sizes.split("/")[0])):
@@ -367,7 +367,7 @@ def page(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs what the module describes."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--pairwise", action="store_true", help="only cells that cover all pairs of values")
     parser.add_argument("--family", action="append", choices=list(FAMILIES))
@@ -388,8 +388,8 @@ def main() -> int:
     todo = [cell for cell in cells if tuple(asdict(cell).values()) not in done]
     sys.stderr.write(f"{len(todo)} cells to run, {len(cells) - len(todo)} are there\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left behind
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # else it tells of each engine that was ended between two cells
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # else it logs each engine that was ended between cells
     began_s, wrong = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as directory, args.out.open("a") as file:
         for number, (cell, result) in enumerate(run(todo, Path(directory)), 1):

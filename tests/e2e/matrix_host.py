@@ -20,7 +20,7 @@ __all__ = ["Answered", "Ask", "Close", "Forget", "Open", "Opened", "host"]
 
 @dataclass(frozen=True)
 class Open:
-    """Start an engine."""
+    """An order to start an engine."""
 
     key: str
     settings: WorkerSettings
@@ -28,7 +28,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Opened:
-    """It runs: where it is found, for the parameters of a push."""
+    """The engine runs: its address, for the parameters of a push."""
 
     key: str
     address: dict[str, Any]
@@ -36,7 +36,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Ask:
-    """Answer a prompt, greedily."""
+    """An order to answer a prompt, greedily."""
 
     key: str
     name: str
@@ -47,7 +47,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answered:
-    """The whole answer, and where the KV of its prompt came from."""
+    """The complete answer, and where the KV of its prompt came from."""
 
     name: str
     tokens: tuple[int, ...]
@@ -57,26 +57,26 @@ class Answered:
     why: str
     handoff: dict[str, Any] | None
     verified_cells: int | None
-    """Pieces of KV that decode held against prefill's by digest; None: it took part in no hand-off."""
+    """The number of cells that decode compared with prefill's digest; None if it took part in no hand-off."""
     error: str | None
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Wait until nothing of the engine's is open, and empty its prefix cache. Answered by the key."""
+    """An order to wait until nothing of the engine is open, and to empty its prefix cache. The answer is the key."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Close:
-    """End an engine, and all its processes. Answered by the key."""
+    """An order to end an engine and all its processes. The answer is the key."""
 
     key: str
 
 
 class _Asked:
-    """One request on its way."""
+    """One request in progress."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
@@ -84,12 +84,12 @@ class _Asked:
 
 
 def host(pipe: Connection) -> None:
-    """The main of the process. None ends it."""
+    """Runs in the process, until it receives None."""
     torch.set_num_threads(1)
     workers: dict[str, Worker] = {}
     asked: dict[str, _Asked] = {}
     pause = threading.Event()
-    launcher = Launcher()  # shared by all ranks of all engines: they load torch once
+    launcher = Launcher()  # shared by all ranks of all engines, so torch is loaded once
     try:
         while True:
             busy = [worker for worker in workers.values() if worker.engine.has_work()]

@@ -29,21 +29,21 @@ __all__ = ["Question", "ask_all", "main", "questions", "tally"]
 MODEL = "gemma3-270m"
 ANSWER_TOKENS = 8
 LENGTHS = (16, 700)
-"""Tokens of a prompt; Gemma's window is 512."""
+"""The numbers of tokens of prompts; Gemma's window is 512."""
 AT_ONCE = 2
-"""Requests in flight: one for each pipeline stage."""
+"""The number of requests in flight: one per pipeline stage."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the token that its text goes on with."""
+    """A prompt, and the token with which its text continues."""
 
     prompt: tuple[int, ...]
     next_token: int
 
 
 def questions(count: int, model: str = MODEL, *, seed: int = 0, lengths: tuple[int, int] = LENGTHS) -> list[Question]:
-    """Pieces of the language reference, as the model's tokens, the first of them the start token if it has one."""
+    """Returns pieces of the language reference as the model's tokens, with the start token if the model has one."""
     tokenizer = Tokenizer.from_directory(model_directory(model))
     text = "\n".join(pydoc_data.topics.topics.values())
     tokens = tokenizer.encode(text)
@@ -57,7 +57,7 @@ def questions(count: int, model: str = MODEL, *, seed: int = 0, lengths: tuple[i
 
 
 def ask_all(url: str, asked: Sequence[Question], report: Callable[[int], None] = lambda done: None) -> list[Answer]:
-    """Every question, `AT_ONCE` at a time; the answers in order."""
+    """Sends every question, `AT_ONCE` at a time, and returns the answers in order."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = []
         for answer in pool.map(
@@ -69,7 +69,7 @@ def ask_all(url: str, asked: Sequence[Question], report: Callable[[int], None] =
 
 
 def tally(mode: str, asked: Sequence[Question], alone: Sequence[Answer], handed: Sequence[Answer]) -> dict[str, object]:
-    """What came of one mode, as one object."""
+    """Returns the results of one mode as one object."""
     broken = [answer for answer in (*alone, *handed) if not answer.whole]
     assert not broken, f"{len(broken)} requests had no whole answer, the first: {broken[0]}"
 
@@ -97,7 +97,7 @@ def tally(mode: str, asked: Sequence[Question], alone: Sequence[Answer], handed:
 def run(
     directory: Path, mode: str, asked: Sequence[Question], alone: list[Answer], report: Callable[[str], None]
 ) -> dict[str, object]:
-    """One mode: the decode worker alone, if `alone` has no answers yet; then both behind a router."""
+    """Runs one mode: the decode worker alone, unless `alone` has answers already; then both behind a router."""
     flags = ("--dtype", "float32", "--cache-gb", "0.5", "--no-prefix-caching", "--verify", "all", "--threads", "1")
     with Fleet(directory, *flags, model=MODEL, mode=mode) as fleet:
         workers: list[Process] = [
@@ -119,7 +119,7 @@ def _tell(line: str) -> None:
 
 
 def main() -> int:
-    """See the module."""
+    """Runs what the module describes."""
     assert __doc__ is not None, "the module says what it is"
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.published", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=300)

@@ -29,7 +29,7 @@ WITHIN_S = 30.0
 
 
 class Pair:
-    """Prefill in a child process, decode in this one."""
+    """Prefill in a child process, and decode in this one."""
 
     def __init__(self, decode: Worker, pipe: Connection, prefill: Identity) -> None:
         self.decode = decode
@@ -38,12 +38,12 @@ class Pair:
         self._pause = threading.Event()
 
     def hand_over(self, name: str, prompt: list[int]) -> tuple[Computed, torch.Tensor, Output, int]:
-        """One hand-off: what prefill had; what decode has, from its own prefix hits on; its first output; the hits."""
+        """One hand-off: prefill's KV; decode's KV after its own prefix hits; its first output; the number of hits."""
         engine, transfer = self.decode.engine, f"transfer-{name}"
         push = self.decode.settings.ferry.transfer.mode is TransferMode.PUSH
         self.pipe.send((name, tuple(prompt), transfer))
         computed: Computed | None = None
-        if push:  # R17: decode asks before, or while, prefill computes
+        if push:  # R17: decode asks before or while prefill computes
             params = HandoffParams(
                 do_remote_prefill=True, transfer_mode=TransferMode.PUSH, transfer_id=transfer,
                 remote_engine_id=self.prefill.engine, remote_incarnation=self.prefill.incarnation,
@@ -71,7 +71,7 @@ class Pair:
         return computed, landed, first, num_cached
 
     def step_until_idle(self) -> None:
-        """Until decode has no request and no hand-off."""
+        """Waits until decode has no request and no hand-off."""
 
         def idle() -> bool:
             self.decode.engine.step()
@@ -80,14 +80,14 @@ class Pair:
         until(idle, "decode is idle", within_s=WITHIN_S, every_s=0.0005)
 
     def num_blocks_in_use(self) -> tuple[int, int]:
-        """On prefill and on decode."""
+        """Prompts on prefill and on decode."""
         self.pipe.send("stats")
         return self.pipe.recv(), self.decode.engine.blocks.num_usable - self.decode.engine.blocks.num_free
 
 
 @contextmanager
 def pair(model: Path, mode: TransferMode, *, prefill_block: int = 16, decode_block: int = 16) -> Iterator[Pair]:
-    """Both put together as `kvferry serve` does, with all that landed compared by digest too."""
+    """Yields both workers as `kvferry serve` makes them; everything that lands is also compared by digest."""
     torch.set_num_threads(1)
     ferry = FerrySettings(transfer=TransferSettings(mode=mode, verify=Verify.ALL))
 
@@ -122,26 +122,26 @@ def pair(model: Path, mode: TransferMode, *, prefill_block: int = 16, decode_blo
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights: KV of no two tokens is alike."""
+    """Returns random weights, so that KV differs for any two tokens."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Lengths from 1 to 600: shorter than a block, whole blocks, partial ones; every third begins as an earlier one."""
+    """Prompts of 1 to 600 tokens, of part of a block, whole blocks and both; every third begins like an earlier one."""
     dice = random.Random(seed)
     made: list[list[int]] = []
     for number in range(count):
         length = dice.choice([1, 2, 15, 16, 17, 31, 32, 64, 65, 128, dice.randint(1, 600), dice.randint(100, 600)])
         prompt = [dice.randint(3, 263) for _ in range(length)]
         if number % 3 == 2:
-            earlier = max(made[-2:], key=len)  # one that the small cache still has
+            earlier = max(made[-2:], key=len)  # one that is still in the small cache
             prompt = earlier[: dice.randint(len(earlier) // 2, len(earlier))] + prompt[: max(1, length // 2)]
         made.append(prompt)
     return made
 
 
 def _compare(both: Pair, name: str, prompt: list[int]) -> int:
-    """One hand-off, compared; returns decode's own prefix hits."""
+    """Makes one hand-off and compares its bytes. Returns the number of decode's own prefix hits."""
     config = both.decode.engine.model.config
     computed, landed, first, num_cached = both.hand_over(name, prompt)
     shape = (config.num_layers, 2, config.num_kv_heads, len(prompt), config.head_dim)
@@ -158,7 +158,7 @@ def _compare(both: Pair, name: str, prompt: list[int]) -> int:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("mode", [TransferMode.PULL, TransferMode.PUSH])
-def test_bytes_that_land_are_prefills(tiny: Path, mode: TransferMode) -> None:  # R12, R30
+def test_bytes_that_land_are_those_of_prefill(tiny: Path, mode: TransferMode) -> None:  # R12, R30
     with pair(tiny, mode) as both:
         hits = [_compare(both, f"{i}", prompt) for i, prompt in enumerate(prompts(60, seed=1))]
         stats = both.decode.handoff_stats()

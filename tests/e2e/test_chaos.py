@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 NUM_CLIENTS = 4
 ANSWER_TOKENS = 40
 CLIENT_S = 60.0
-"""No client waits longer, whatever happens: that would be a hang."""
+"""No client waits longer than this, whatever happens; anything longer is a hang."""
 FREE_S = 15.0
-"""Deadline (5 s), lease (2 s) and quarantine (0.5 s), and some for a busy machine."""
+"""The deadline (5 s), the lease (2 s) and the quarantine (0.5 s), and some time for a busy machine."""
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "700", "--max-batch-tokens", "64", "--threads", "1",
     "--lease-ttl", "2", "--lease-renew-every", "0.3", "--quarantine", "0.5", "--standstill", "20",
     "--transfer-deadline", "5", "--handshake-timeout", "1", "--verify", "all", "--no-prefix-caching",
 )  # fmt: skip
 ROUTE_FLAGS = ("--health-timeout", "1", "--hung-after", "2")
-"""The limits on a wait stay at their minutes: what is stopped is found by its health checks, or a client hangs."""
+"""Limits on waits stay at minutes: only its health checks can find a stopped worker, or a client hangs."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what one engine alone says to it."""
+    """A prompt, and the answer of one engine alone to it."""
 
     prompt: list[int]
     right: list[int]
@@ -55,18 +55,18 @@ class Question:
 
 @dataclass
 class Tally:
-    """What the clients got."""
+    """The answers that the clients got."""
 
     whole: int = 0
     handed_over: int = 0
     errors: Counter[str] = field(default_factory=Counter)
-    """By message, addresses and ids left out."""
+    """Counts of errors by message, without addresses and ids."""
     whys: Counter[str] = field(default_factory=Counter)
-    """Why prompts were not handed over."""
+    """The reasons why prompts were not handed over."""
     faults: list[str] = field(default_factory=list)
 
     def note(self, question: Question, answer: Answer) -> None:
-        """Sort one answer in. A fault is what must never be."""
+        """Classifies one answer. A fault is anything that must never happen."""
         said = f"prompt of {len(question.prompt)}: status={answer.status} broken={answer.broken!r} "
         said += f"error={answer.error} tokens={len(answer.token_ids)} done={answer.done} account={answer.kvferry}"
         if answer.token_ids != question.right[: len(answer.token_ids)]:
@@ -88,19 +88,19 @@ class Tally:
 
 
 def _kind(text: str) -> str:
-    """Without what differs from time to time."""
+    """Returns the message without the parts that differ between runs."""
     return re.sub(r"\d+|'[^']*'|\bp/\w+", "_", text)[:160]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small, with a context of 2,048."""
+    """Writes a small model with a context of 2,048."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture(scope="module")
 def questions(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Question]:
-    """40 prompts of 20 to 1,500 tokens, some with a common beginning."""
+    """Returns 40 prompts of 20 to 1,500 tokens, some with a common beginning."""
     dice = random.Random(5)
     common = [dice.randint(3, 263) for _ in range(400)]
     prompts = []
@@ -118,7 +118,7 @@ def questions(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Ques
 
 @pytest.fixture
 def seed() -> int:
-    """Fresh, and printed."""
+    """Returns a new seed, and prints it."""
     chosen = int(os.environ.get("CHAOS_SEED") or secrets.randbits(32))
     logger.warning("CHAOS_SEED=%s", chosen)
     return chosen
@@ -146,7 +146,7 @@ class Load:
             with self._lock:
                 self.tally.note(question, answer)
             if not answer.whole:
-                self._stop.wait(0.1)  # as a client that tries again
+                self._stop.wait(0.1)  # as a client that retries does
 
     def __enter__(self) -> "Load":
         self._running = [self._pool.submit(self._client, number) for number in range(NUM_CLIENTS)]
@@ -160,7 +160,7 @@ class Load:
 
 
 def strike(worker: Process, how: str, dice: random.Random) -> str:
-    """Kill it; or stop it for a while, and then let it go on, or kill it. It is restarted at its address if it died."""
+    """Kills a worker, or suspends it for a while and then resumes or kills it. Restarts it at its address."""
     if how == "kill":
         worker.restart()
         return "killed"
@@ -176,7 +176,7 @@ def strike(worker: Process, how: str, dice: random.Random) -> str:
 
 @pytest.fixture(params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Fleet]:
-    """p, d and a router that loses patience soon."""
+    """Yields p, d and a router with short limits on health checks."""
     with Fleet(tmp_path, *FLAGS, model=str(tiny), mode=request.param) as fleet:
         fleet.worker("p", role="prefill")
         fleet.worker("d", role="decode")
@@ -187,12 +187,12 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterato
 
 
 def _goes_on(load: Load, before: int) -> bool:
-    """Says whether prompts are handed over again, or an answer was wrong: then nothing need be waited for."""
+    """Returns whether prompts are handed over again, or an answer was wrong: then nothing need be waited for."""
     return load.tally.handed_over > before + 2 or bool(load.tally.faults)
 
 
 def storm(fleet: Fleet, questions: list[Question], moments: list[tuple[str, str]], seed: int) -> None:
-    """Strike at each of the moments, (worker, how), while clients ask; then look at everything."""
+    """Disturbs a worker at each of the moments, (worker, how), under load, and checks everything after that."""
     dice = random.Random(seed)
     struck = []
     with Load(fleet.url, questions, seed) as load:

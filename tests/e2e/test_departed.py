@@ -17,12 +17,12 @@ FLAGS = ("--dtype", "float32", "--num-blocks", "300", "--threads", "1", "--lease
 
 
 def knows_one_peer(process: Process) -> bool:
-    """Says whether exactly one peer is known to the worker."""
+    """Returns whether the worker knows exactly one peer."""
     return metrics(process.url)["kvferry_engine_handoff_peers"] == 1
 
 
 def hand_over(p: Process, d: Process, seed: int) -> dict[str, Any]:
-    """One request, as a router carries it; what the answer says of it."""
+    """Sends one request as a router does, and returns its account."""
     prompt = [3 + (seed * 37 + i * 11) % 260 for i in range(100)]
     ticket = {"do_remote_decode": True, "transfer_id": f"t{seed}"}
     first = complete(p.url, prompt, max_tokens=1, ignore_eos=True, kv_transfer_params=ticket)

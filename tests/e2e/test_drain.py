@@ -23,7 +23,7 @@ FLAGS = (
 )  # fmt: skip
 PROMPT = [3 + i % 200 for i in range(120)]
 END_S = 20.0
-"""Below the lease: it is not the lease that ends it."""
+"""Shorter than the lease, so the lease cannot be what ends it."""
 
 
 @pytest.fixture(scope="module", params=["pull", "push"])
@@ -61,7 +61,7 @@ def test_a_hand_off_that_is_given_up_frees_its_blocks_before_the_lease_ends(flee
     assert "the client hung up" in late.kvferry["why"], late.kvferry
 
 
-def test_prefill_serves_what_it_has_offered_and_gives_up_what_nobody_claims(fleet: Fleet) -> None:
+def test_prefill_serves_what_it_has_offered_and_gives_up_what_no_peer_claims(fleet: Fleet) -> None:
     p, d = fleet.workers["p"], fleet.workers["d"]
     params = prefill(p, PROMPT, "warm")
     assert complete(d.url, PROMPT, ignore_eos=True, kv_transfer_params=params).kvferry["handed_over"] == len(PROMPT)
@@ -98,7 +98,7 @@ def test_decode_finishes_its_answer(fleet: Fleet) -> None:
 def test_a_second_signal_does_not_wait(fleet: Fleet) -> None:
     d = fleet.workers["d"].restart()
     stream = Stream(d.url, {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "temperature": 0})
-    events = stream.events()  # it hangs up when nobody holds it
+    events = stream.events()  # it hangs up when the last reference goes
     next(events)
     began_s = time.monotonic()
     d.signal(signal.SIGTERM)

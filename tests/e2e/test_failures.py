@@ -1,4 +1,4 @@
-"""What a user sees when something is not there, ends, or is wrong: real processes, real NIXL, both modes.
+"""What a client sees when something is missing, dies, or is wrong: real processes, real NIXL, both modes.
 
 Every test ends with every block free and every process well (fixture `healed`); the fleet ends with nothing left.
 """
@@ -26,20 +26,20 @@ FLAGS = (
     "--transfer-deadline", "8", "--handshake-timeout", "1",
 )  # fmt: skip
 LONG = 3000
-"""Prompt tokens that take prefill a while: about a hundred steps."""
+"""A number of prompt tokens that takes prefill a while: about a hundred steps."""
 FREE_S = 12.0
-"""Deadline, lease and quarantine, and some for a busy machine."""
+"""The deadline, the lease and the quarantine, and some time for a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A context of 4,096."""
+    """Writes a model with a context of 4,096."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama", max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module", params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """p, d and a router; `strict` is a decode worker whose policy is to fail. It also says what is right."""
+    """Yields p, d and a router. `strict` is a decode worker whose policy is to fail; it gives reference answers."""
     with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, model=str(tiny), mode=request.param) as fleet:
         fleet.worker("p", role="prefill")
         fleet.worker("d", role="decode")
@@ -52,7 +52,7 @@ def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(autouse=True)
 def healed(fleet: Fleet) -> Iterator[None]:
-    """Afterwards: what was killed is started again, the router knows it, and every block is free."""
+    """After each test: restarts what was killed, waits until the router knows it, and until every block is free."""
     yield
     for worker in fleet.workers.values():
         worker.signal(signal.SIGCONT)
@@ -77,24 +77,24 @@ _dice = random.Random(20)
 
 
 def a_prompt(length: int) -> list[int]:
-    """New each time, so that no cache knows it."""
+    """Returns a new prompt each time, so that no cache has it."""
     return [_dice.randint(3, 263) for _ in range(length)]
 
 
 def right(fleet: Fleet, prompt: list[int], max_tokens: int = 8) -> list[int]:
-    """What one engine alone says."""
+    """Returns the answer of one engine alone."""
     answer = complete(fleet.workers["strict"].url, prompt, max_tokens=max_tokens, ignore_eos=True)
     assert answer.whole, answer
     return answer.token_ids
 
 
 def ask(fleet: Fleet, prompt: list[int], **fields: Any) -> Answer:
-    """Through the router."""
+    """Sends a request through the router."""
     return complete(fleet.url, prompt, ignore_eos=True, **fields)
 
 
 def prefill(fleet: Fleet, prompt: list[int], transfer: str) -> dict[str, Any]:
-    """What a router does first in pull mode: the parameters for decode."""
+    """Does what a router does first in pull mode: returns the parameters for decode."""
     answer = complete(
         fleet.workers["p"].url, prompt, max_tokens=1, ignore_eos=True,
         kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
@@ -105,7 +105,7 @@ def prefill(fleet: Fleet, prompt: list[int], transfer: str) -> dict[str, Any]:
 
 
 def decode(worker: Process, prompt: list[int], params: object, **fields: Any) -> Answer:
-    """What a router does next."""
+    """Does what a router does next: sends the request to decode."""
     return complete(worker.url, prompt, ignore_eos=True, kv_transfer_params=params, **fields)
 
 
@@ -114,7 +114,7 @@ def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why
     assert answer.whole, answer
     assert answer.token_ids == expected
     account = answer.kvferry
-    # A first attempt at the same decode worker may have computed some of it before the router sent it there again.
+    # A first attempt at the same decode worker may have computed part of it before the router retried there.
     assert (account["handed_over"], account["cached"] + account["recomputed"]) == (0, num_prompt), account
     assert account["recomputed"] > 0, account
     for part in why:
@@ -122,7 +122,7 @@ def assert_recomputed(answer: Answer, expected: list[int], num_prompt: int, *why
 
 
 def assert_error(answer: Answer, status: int, *parts: str, code: str | None = None) -> None:
-    """An OpenAI error body with the status, and a message with these parts."""
+    """Checks for an OpenAI error body with this status, and a message with these parts."""
     assert answer.status == status, answer
     assert answer.clear_error, answer
     assert answer.error is not None
@@ -134,7 +134,7 @@ def assert_error(answer: Answer, status: int, *parts: str, code: str | None = No
 
 
 def assert_hands_over(fleet: Fleet) -> None:
-    """The pair works: new prompts are answered rightly, and soon handed over whole.
+    """Checks that the pair works: new prompts are answered correctly, and soon handed over completely.
 
     Not at once: a decode worker that has just failed to reach a prefill worker asks again after a second.
     """
@@ -151,7 +151,7 @@ def assert_hands_over(fleet: Fleet) -> None:
 
 
 def in_background(work: Callable[[], Answer]) -> Future[Answer]:
-    """Start it now."""
+    """Starts the process now."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(work)
     pool.shutdown(wait=False)
@@ -159,7 +159,7 @@ def in_background(work: Callable[[], Answer]) -> Future[Answer]:
 
 
 def wait_sent(fleet: Fleet, engine: str, result: Future[Answer]) -> None:
-    """Until the router waits for that worker; or the answer is there, where it need not wait."""
+    """Waits until the router waits for that worker, or until the answer is there if it need not wait."""
 
     def sent() -> bool:
         workers = fleet.routers["router"].describe()["workers"]
@@ -169,7 +169,7 @@ def wait_sent(fleet: Fleet, engine: str, result: Future[Answer]) -> None:
 
 
 def wait_steps(worker: Process, more_than: float) -> None:
-    """Until it computes."""
+    """Waits until the worker computes."""
     until(
         lambda: metrics(worker.url).get("kvferry_engine_steps", 0) > more_than,
         f"{worker.name} computes",
@@ -179,14 +179,14 @@ def wait_steps(worker: Process, more_than: float) -> None:
 
 
 def steps(worker: Process) -> float:
-    """Steps since the start."""
+    """Returns the number of steps since the start."""
     return metrics(worker.url)["kvferry_engine_steps"]
 
 
 # ---- prefill
 
 
-def test_prefill_is_not_there(fleet: Fleet) -> None:
+def test_prefill_is_not_running(fleet: Fleet) -> None:
     prompt = a_prompt(70)
     fleet.workers["p"].kill()
     for streamed in (False, True):
@@ -198,7 +198,7 @@ def test_prefill_is_not_there(fleet: Fleet) -> None:
 
 
 def test_prefill_dies_before_it_computes(fleet: Fleet) -> None:
-    """It has taken the connection, and does not answer any more."""
+    """It has accepted the connection, and does not answer any more."""
     prompt = a_prompt(70)
     fleet.workers["p"].signal(signal.SIGSTOP)
     result = in_background(lambda: ask(fleet, prompt))
@@ -217,7 +217,7 @@ def test_prefill_dies_while_it_computes(fleet: Fleet) -> None:
 
 
 def test_prefill_dies_after_it_has_computed(fleet: Fleet) -> None:
-    """Decode comes for the KV, and nobody is there; it may know that worker, or not."""
+    """Decode asks for the KV, and prefill is gone; decode may know that worker, or not."""
     for known in (True, False):
         if known:
             assert_hands_over(fleet)
@@ -228,13 +228,13 @@ def test_prefill_dies_after_it_has_computed(fleet: Fleet) -> None:
         fleet.workers["p"].kill()
         answer = decode(fleet.workers["d"], prompt, params)
         assert_recomputed(answer, right(fleet, prompt), 50)
-        reason = answer.kvferry["why"]  # where it was not known, the router may have made them meet meanwhile
+        reason = answer.kvferry["why"]  # if decode did not know it, the router may have made them meet since then
         assert "prefill rank 0 is gone" in reason or (not known and params["remote_host"] in reason), reason
         fleet.workers["p"].restart()
         _wait_usable(fleet)
 
 
-def test_policy_fail_says_what_is_wrong(fleet: Fleet) -> None:
+def test_policy_fail_gives_the_reason(fleet: Fleet) -> None:
     prompt = a_prompt(50)
     params = prefill(fleet, prompt, f"fail-{fleet.mode}")
     fleet.workers["p"].kill()
@@ -254,7 +254,7 @@ def test_a_prefill_that_restarts_at_its_address_works_again(fleet: Fleet) -> Non
 
 
 def test_params_of_a_prefill_that_has_restarted_since(fleet: Fleet) -> None:
-    """The new incarnation does not have that KV: it must not be asked for it as if it had."""
+    """The new incarnation does not have that KV, so it must not be asked for it."""
     prompt = a_prompt(60)
     params = prefill(fleet, prompt, f"old-{fleet.mode}")
     fleet.workers["p"].restart()
@@ -266,7 +266,7 @@ def test_params_of_a_prefill_that_has_restarted_since(fleet: Fleet) -> None:
 # ---- decode
 
 
-def test_decode_is_not_there(fleet: Fleet) -> None:
+def test_decode_is_not_running(fleet: Fleet) -> None:
     fleet.workers["d"].kill()
     for streamed in (False, True):
         answer = ask(fleet, a_prompt(40), stream=streamed)
@@ -275,7 +275,7 @@ def test_decode_is_not_there(fleet: Fleet) -> None:
 
 
 def test_decode_dies_in_the_middle_of_its_answer(fleet: Fleet) -> None:
-    """Text that has gone out cannot be taken back: the stream says that it is not whole. Never a good end."""
+    """Text that was sent cannot be taken back: the stream reports that it is incomplete, and never ends well."""
     stream = Stream(
         fleet.url,
         {"prompt": a_prompt(40), "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
@@ -330,7 +330,7 @@ def test_a_client_that_hangs_up_while_prefill_computes(fleet: Fleet) -> None:
 
 
 def test_a_client_that_hangs_up_while_decode_waits_for_kv(fleet: Fleet) -> None:
-    """Prefill is held still, so that decode waits; both forget the request."""
+    """Prefill is suspended, so that decode waits; both forget the request."""
     if fleet.mode == "pull":
         params = prefill(fleet, prompt := a_prompt(60), "hang-up")
         fleet.workers["p"].signal(signal.SIGSTOP)
@@ -383,7 +383,7 @@ def test_params_that_are_no_object_are_refused(fleet: Fleet) -> None:
     ],
 )
 def test_params_that_lead_nowhere(fleet: Fleet, change: dict[str, Any], why: str) -> None:
-    """The right tokens, computed on decode, with the reason; nothing is asked of the wrong one."""
+    """The client gets the right tokens, computed by decode, with the reason; the wrong peer is not asked."""
     if change.get("transfer_mode") == "OTHER":
         change = {"transfer_mode": "push" if fleet.mode == "pull" else "pull"}
     prompt = a_prompt(45)
@@ -393,8 +393,8 @@ def test_params_that_lead_nowhere(fleet: Fleet, change: dict[str, Any], why: str
     assert answer.kvferry["why"], answer.kvferry
 
 
-def test_block_ids_and_counts_of_a_router_are_not_believed(fleet: Fleet) -> None:
-    """Decode asks prefill itself: wrong numbers in between lead to no wrong token."""
+def test_block_ids_and_counts_of_a_router_are_not_used(fleet: Fleet) -> None:
+    """Decode asks prefill itself, so wrong numbers in between lead to no wrong token."""
     prompt = a_prompt(45)
     params = prefill(fleet, prompt, f"wrong-{fleet.mode}")
     wrong = {"remote_block_ids": [[0, -1, 10**9]], "remote_num_tokens": 10**9, "tp_size": 64, "first_token": None}
@@ -404,7 +404,7 @@ def test_block_ids_and_counts_of_a_router_are_not_believed(fleet: Fleet) -> None
 
 
 def test_one_transfer_id_twice(fleet: Fleet) -> None:
-    """The first takes it; the second computes, and says why."""
+    """The first request takes it; the second one is computed, and gives the reason."""
     prompt = a_prompt(45)
     params = prefill(fleet, prompt, f"twice-{fleet.mode}")
     first = decode(fleet.workers["d"], prompt, params)
@@ -438,8 +438,8 @@ def test_a_lease_that_ended_before_decode_came(fleet: Fleet) -> None:  # R25
     assert metrics(fleet.workers["p"].url)["kvferry_engine_handoff_expired_leases"] > 0
 
 
-def test_a_prefill_that_stops_in_the_middle_is_not_waited_for(fleet: Fleet) -> None:
-    """SIGSTOP after it has computed: decode recomputes by its deadline at the latest; prefill wakes up and is well."""
+def test_a_prefill_that_hangs_in_the_middle_is_not_waited_for(fleet: Fleet) -> None:
+    """SIGSTOP after it has computed: decode recomputes by its deadline at the latest; prefill resumes and is well."""
     assert_hands_over(fleet)
     prompt = a_prompt(45)
     params = prefill(fleet, prompt, f"stopped-{fleet.mode}")

@@ -22,7 +22,7 @@ from tests.harness.until import until
 
 FULL = os.environ.get("CHAOS") == "full"
 MODES = ["pull", "push"] if FULL else ["pull"]
-"""`make chaos` runs both."""
+"""`make chaos` runs both of them."""
 NAMES = ("p0", "p1", "d0", "d1")
 ANSWER_TOKENS = 12
 FLAGS = (
@@ -41,7 +41,7 @@ def wait_more(count: Callable[[], int], more: int, what: str) -> None:
 
 @pytest.fixture(scope="module", params=MODES)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """All four and the router. They start as the older release."""
+    """Yields all four workers and the router. The workers start as the older release."""
     model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
     with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(model), mode=str(request.param)) as fleet:
         workers = [fleet.worker(name, role="prefill" if name[0] == "p" else "decode") for name in NAMES]
@@ -63,7 +63,7 @@ def versions_in(log: str) -> set[str]:
 
 
 def wait_used(fleet: Fleet, process: Process) -> None:
-    """The router uses its new incarnation."""
+    """Waits until the router uses the new incarnation."""
     incarnation = process.describe()["incarnation"]
 
     def used() -> bool:

@@ -52,12 +52,12 @@ def fleet(mode: str, tiny: Path, tmp_path: Path) -> Iterator[Fleet]:
 
 
 def a_prompt(num_tokens: int = 48) -> list[int]:
-    """New each time, so that no cache knows it."""
+    """Returns a new prompt each time, so that no cache has it."""
     return [_dice.randint(3, 263) for _ in range(num_tokens)]
 
 
 def hand_over(p: Process, d: Process, prompt: list[int], transfer: str) -> tuple[Answer, float]:
-    """Prefill, then decode, as a router in pull mode does; decode's answer, and how long it took."""
+    """Asks prefill, then decode, as a router in pull mode does. Returns decode's answer, and how long it took."""
     first = complete(
         p.url, prompt, max_tokens=1, ignore_eos=True,
         kv_transfer_params={"do_remote_decode": True, "transfer_id": transfer},
@@ -70,14 +70,14 @@ def hand_over(p: Process, d: Process, prompt: list[int], transfer: str) -> tuple
 
 
 def refused_by(process: Process) -> dict[str, str]:
-    """GET /health."""
+    """Returns the refused peers of GET /health."""
     health: dict[str, Any] = get(process.url, "/health")
     assert health["status"] == "ok"
     refused: dict[str, str] = health["refused_peers"]
     return refused
 
 
-def test_a_refusal_is_clear_quick_and_mended_on_one_side(fleet: Fleet) -> None:  # R1 R10 R24
+def test_a_refusal_is_clear_quick_and_repaired_on_one_side(fleet: Fleet) -> None:  # R1 R10 R24
     p = fleet.worker("p", "--dtype", "bfloat16", role="prefill")
     d = fleet.worker("d", "--dtype", "float32", role="decode")
     strict = fleet.worker("strict", "--dtype", "float32", "--on-failure", "fail", role="decode")
@@ -112,7 +112,7 @@ def test_a_refusal_is_clear_quick_and_mended_on_one_side(fleet: Fleet) -> None: 
     for number, process in enumerate((d, strict)):
         mended, _ = hand_over(p, process, prompt := a_prompt(), f"mended-{number}")
         assert mended.kvferry["handed_over"] == len(prompt), (mended, fleet.tails())
-    assert d.describe()["incarnation"] == incarnation  # it was not started again
+    assert d.describe()["incarnation"] == incarnation  # it was not restarted
     assert refused_by(d) == {}
 
 
@@ -154,10 +154,10 @@ def test_a_thousand_refusals_leave_a_real_worker_as_it_was(fleet: Fleet) -> None
                 num_refused += reply.kind is Kind.REFUSE
                 assert reply.kind is Kind.BUSY or "kv.dtype" in reply.reason
 
-        refuse(100)  # what is made once
+        refuse(100)  # what is created once
         before = _holds(p.pid)
         refuse(1000)
-        # No more than before: the last connections of the first hundred may have been open still when it was counted.
+        # No more than before: some connections of the first hundred may still have been open when they were counted.
         until(
             lambda: all(now <= then for now, then in zip(_holds(p.pid)[:2], before[:2], strict=True)),
             f"at most {before[:2]} descriptors and threads",
@@ -174,13 +174,13 @@ def _hello(name: str) -> Hello:
 
 
 def _holds(pid: int) -> tuple[int, int, int]:
-    """Descriptors, threads and resident bytes of a process."""
+    """Returns the descriptors, threads and resident bytes of a process."""
     proc = Path(f"/proc/{pid}")
     resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(list((proc / "fd").iterdir())), len(list((proc / "task").iterdir())), resident
 
 
-def test_saved_facts_are_what_the_worker_says(fleet: Fleet, tiny: Path, mode: str, tmp_path: Path) -> None:
+def test_saved_facts_are_what_the_worker_states(fleet: Fleet, tiny: Path, mode: str, tmp_path: Path) -> None:
     p = fleet.worker("p", "--dtype", "bfloat16", role="prefill").wait_ready()
     saved = tmp_path / "facts.json"
     argv = ["facts", str(tiny), "--role", "prefill", "--dtype", "bfloat16", "--transfer-mode", mode, "-o", str(saved)]

@@ -30,13 +30,13 @@ FLAGS = ("--dtype", "float32", "--num-blocks", "256", "--max-batch-tokens", "64"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of three layers, six query heads and two KV heads."""
+    """Writes a Llama of three layers, six query heads and two KV heads."""
     return make_tiny_model(tmp_path_factory.mktemp("ranks") / "llama")
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[int, list[int]]:
-    """What one engine of one rank says to each prompt."""
+    """Returns the answer of one engine of one rank to each prompt."""
     engine = Engine.load(EngineSettings(model=str(model), dtype="float32", num_blocks=256, max_batch_tokens=64))
     for length in LENGTHS:
         engine.add(ask(str(length), prompt_of(length, length)))
@@ -45,7 +45,7 @@ def alone(model: Path) -> dict[int, list[int]]:
 
 @contextlib.contextmanager
 def _pair(directory: Path, model: Path, mode: str, prefill: Sequence[str], decode: Sequence[str]) -> Iterator[Fleet]:
-    """Prefill and decode of unequal shapes, and a router. Leaving it proves that nothing of it is left."""
+    """Yields prefill and decode of unequal shapes, and a router; checks at the end that nothing of them is left."""
     with Fleet(directory, *FLAGS, model=str(model), mode=mode) as fleet:
         both = [fleet.worker("p", *prefill, role="prefill"), fleet.worker("d", *decode, role="decode")]
         for process in both:
@@ -56,14 +56,14 @@ def _pair(directory: Path, model: Path, mode: str, prefill: Sequence[str], decod
 
 @pytest.fixture(scope="module")
 def pull(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Four ranks to two stages; ranks that die are started anew."""
+    """A fleet of four ranks and two stages; ranks that die are restarted."""
     with _pair(tmp_path_factory.mktemp("pull"), model, "pull", ("--tp", "2", "--pp", "2"), ("--pp", "2")) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
 def push(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two stages to three ranks, two of which share a KV head; decode ends with its ranks."""
+    """A fleet of two stages and three ranks, two of which share a KV head; decode ends with its ranks."""
     decode = ("--tp", "3", "--on-rank-death", "exit")
     with _pair(tmp_path_factory.mktemp("push"), model, "push", ("--pp", "2"), decode) as fleet:
         yield fleet
@@ -74,7 +74,7 @@ def _ask(fleet: Fleet, length: int, **changes: Any) -> Answer:
 
 
 def _handed_over(answer: Answer, length: int) -> str:
-    """Why it is not what it has to be; "": every prompt token was handed over, and every byte verified."""
+    """Returns what is wrong with the answer, or "": every prompt token was handed over, and every byte verified."""
     account = answer.kvferry
     if not answer.whole:
         return f"not whole: {answer}"
@@ -102,7 +102,7 @@ def test_unequal_ranks_hand_over_every_token(
 
 @pytest.mark.parametrize("side", ["p", "d"])
 def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int]]) -> None:  # R26, R29
-    """What is open in its engine ends with an error, or is computed elsewhere; nobody hangs; then all is as before."""
+    """Open requests of its engine end with an error or are computed elsewhere; none hangs; then all is as before."""
     fleet, length = pull, LENGTHS[-1]
     worker = fleet.workers[side]
     before = worker.describe()
@@ -117,7 +117,7 @@ def test_a_rank_that_is_killed(side: str, pull: Fleet, alone: dict[int, list[int
         worker.note_shared_memory()
         os.kill(before["ranks"][-1]["pid"], signal.SIGKILL)
         answers = [one.result(90) for one in open_ones]
-    # Whoever was not in that engine at the moment is answered.
+    # Requests that were not in that engine at that moment are answered.
     assert all(answer.whole or answer.clear_error or answer.broken for answer in answers), answers
     after = until(lambda: _revived(worker, before), "it has new ranks", within_s=60)
     assert worker.running
@@ -136,13 +136,13 @@ def _revived(worker: Process, before: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def test_ranks_end_with_their_engines_process(pull: Fleet) -> None:
-    """SIGKILL: nobody is left who could tell them."""
+    """SIGKILL leaves no process that could inform them."""
     worker = pull.workers["d"]
     worker.kill()
     until(lambda: not worker.leftovers(), "nothing of it is left", within_s=20)
 
 
-def test_a_worker_may_end_with_its_ranks(push: Fleet) -> None:
+def test_a_worker_may_be_set_to_end_with_its_ranks(push: Fleet) -> None:
     worker = push.workers["d"]
     worker.note_shared_memory()
     os.kill(worker.describe()["ranks"][0]["pid"], signal.SIGKILL)

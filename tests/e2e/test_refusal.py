@@ -24,38 +24,38 @@ _dice = random.Random(9)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Two of one shape and one name, with other weights."""
+    """Writes two models of one shape and one name, with different weights."""
     root: Path = tmp_path_factory.mktemp("models")
     return str(make_tiny_model(root / "a" / "llama", seed=1)), str(make_tiny_model(root / "b" / "llama", seed=2))
 
 
 @pytest.fixture(params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, models: tuple[str, str], tmp_path: Path) -> Iterator[Fleet]:
-    """Decode and router are made by the tests."""
+    """Yields the fleet; tests make decode and router."""
     with Fleet(tmp_path, *FLAGS, model=models[0], mode=request.param) as fleet:
         yield fleet
 
 
 def ask(url: str, **fields: Any) -> tuple[list[int], Answer]:
-    """A new prompt."""
+    """Returns a new prompt."""
     prompt = [_dice.randint(3, 263) for _ in range(70)]
     return prompt, complete(url, prompt, max_tokens=4, ignore_eos=True, **fields)
 
 
 def assert_mended(fleet: Fleet) -> None:
-    """Prompts are handed over, soon."""
+    """Waits until prompts are handed over."""
     until(
         lambda: ask(fleet.url)[1].kvferry.get("handed_over") == 70, "a prompt is handed over", within_s=10, every_s=0.3
     )
 
 
 def why_not(fleet: Fleet) -> str:
-    """Of the only pair, as the router sees it."""
+    """Returns the router's view of its only pair."""
     (pair,) = fleet.routers["router"].describe()["pairs"]
     return str(pair["why_not"] or "")
 
 
-def test_two_models_of_one_name(fleet: Fleet, models: tuple[str, str]) -> None:  # R1, R2, R10
+def test_two_models_with_one_name(fleet: Fleet, models: tuple[str, str]) -> None:  # R1, R2, R10
     p = fleet.worker("p", role="prefill", model=models[1])
     d = fleet.worker("d", role="decode")
     for worker in (p, d):
@@ -84,7 +84,7 @@ def test_two_modes(fleet: Fleet) -> None:  # R13
     d.set_flag("--transfer-mode", other)
     for worker in (p, d):
         worker.wait_ready()
-    d.restart()  # it began in the other's mode
+    d.restart()  # it began in the other side's mode
     fleet.route(prefill=[p], decode=[d])
     assert "--transfer-mode" in why_not(fleet)
     _, answer = ask(fleet.url)
@@ -96,8 +96,8 @@ def test_two_modes(fleet: Fleet) -> None:  # R13
     assert_mended(fleet)
 
 
-def test_a_role_that_was_given_wrongly(fleet: Fleet) -> None:
-    """A decode worker as --prefill: the router says so, and how to mend it."""
+def test_a_wrong_role_is_refused(fleet: Fleet) -> None:
+    """A decode worker is given as --prefill: the router reports it, with the remedy."""
     d = fleet.worker("d", role="decode").wait_ready()
     fleet.route(prefill=[d], decode=[d])
     workers = fleet.routers["router"].describe()["workers"]

@@ -27,7 +27,7 @@ FLAGS = (
 )  # fmt: skip
 
 PAIRS = 60
-"""Of requests in the comparison of times."""
+"""The number of requests in the comparison of times."""
 
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -38,12 +38,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MODES = ["pull", "push"] if os.environ.get("CHAOS") == "full" else ["push"]
-"""Pull is asked of a fleet of four; `make chaos` asks both here too."""
+"""Yields the mode: pull is tested with a fleet of four; `make chaos` tests both here too."""
 
 
 @pytest.fixture(scope="module", params=MODES)
 def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """The router first: it knows nobody. Then p and d, which register."""
+    """Starts the router first, without any worker. Then p and d start, and register."""
     with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(tiny), mode=str(request.param)) as fleet:
         policies = ("--prefill-policy", "prefix_aware", "--decode-policy", "prefix_aware")
         waits = ("--registration-lease", "2", "--restart-wait", "150")  # a busy machine loads torch slowly
@@ -71,7 +71,7 @@ def test_registered_workers_have_met_before_the_first_request(fleet: Fleet) -> N
     answer = complete(fleet.url, prompt := a_prompt(40), max_tokens=4, ignore_eos=True)
     assert answer.kvferry["handed_over"] == len(prompt), answer
     assert answer.headers["x-kvferry-route"] == fleet.mode
-    # Nobody waited for a handshake: without the meeting it is tens of milliseconds, and the router asked for nothing.
+    # No request waited for a handshake, which takes tens of milliseconds; the router only asked the two to meet.
     assert fleet.workers["d"].log.read_text().count("handshake asked") <= 1
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Flee
 
 
 def test_a_restart_of_the_only_decode_worker_fails_no_request(fleet: Fleet) -> None:
-    """It drains, says that it ends, and comes back as another process; requests that come meanwhile wait."""
+    """It drains, announces its end, and comes back as another process; requests that arrive in between wait."""
     d, prompt = fleet.workers["d"], a_prompt(45, 11)
     right = complete(fleet.url, prompt, max_tokens=4, ignore_eos=True)
     assert right.whole, right
@@ -149,7 +149,7 @@ def test_a_restart_of_the_only_decode_worker_fails_no_request(fleet: Fleet) -> N
 
 
 def _send(url: str, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """A completion is asked for; its answer is to be read by `_answered`. No thread: they would disturb each other."""
+    """Sends a request; `_answered` reads its answer. Without threads, which would disturb each other."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=60.0)
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -166,7 +166,7 @@ def _answered(connection: http.client.HTTPConnection) -> dict[str, Any]:
 
 @pytest.fixture
 def cores_apart(fleet: Fleet) -> Iterator[None]:
-    """Prefill on a core of its own, where there are two: what decode and we do meanwhile shall not slow it down."""
+    """Moves prefill to a core of its own, if there are two, so that decode and the test do not slow it down."""
     cores = sorted(os.sched_getaffinity(0))
     ours = set(cores[1:]) or set(cores)
     before = {pid: os.sched_getaffinity(pid) for pid in (fleet.workers["p"].pid, fleet.workers["d"].pid, os.getpid())}

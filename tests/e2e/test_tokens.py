@@ -1,4 +1,4 @@
-"""R36: a real model, prefilled in one process and decoded in another over real NIXL, says what one engine alone says.
+"""R36: a real model, prefilled in one process and decoded in another over real NIXL, gives the tokens of one engine.
 
 SmolLM2 in fp32, 20 prompts from 5 to 2,000 tokens; pull and push; one by one and 8 at once; chunks of 64 and of 512.
 The engine alone is a third process, which knows no peer; it is compared with transformers elsewhere (tests/engines).
@@ -36,7 +36,7 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """20 texts of 5 to 2,000 tokens, each with an order of its own."""
+    """Returns 20 texts of 5 to 2,000 tokens, each with its sentences in a different order."""
     tokenizer = load_model(EngineSettings(model="smollm2", dtype="float32")).tokenizer
     texts = [" ".join(random.Random(length).choices(SENTENCES, k=200)) for length in LENGTHS]
     return [tokenizer.encode(text)[:length] for text, length in zip(texts, LENGTHS, strict=True)]
@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Future[list[int]]]]:
-    """What one engine says to each prompt, one after the other; it begins now, beside the first test."""
+    """Returns the answer of one engine to each prompt, one after the other; it begins now, during the first test."""
 
     def ask(url: str, prompt: list[int]) -> list[int]:
         answer = complete(url, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=500)
@@ -59,7 +59,7 @@ def alone(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module", params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Prefill in chunks of 64 and in chunks of 512, decode, and a router for each prefill. Pull verifies every byte."""
+    """Yields prefill with chunks of 64 and of 512, decode, and a router per prefill. Pull verifies every byte."""
     verify = "all" if request.param == "pull" else "sample"
     with Fleet(tmp_path_factory.mktemp(request.param), *FLAGS, "--verify", verify, model="smollm2",
                mode=request.param) as fleet:  # fmt: skip
@@ -88,7 +88,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_prefill_and_decode_say_what_one_engine_says(  # R36, R12
+def test_prefill_and_decode_give_the_tokens_of_one_engine(  # R36, R12
     fleet: Fleet, alone: list[Future[list[int]]], prompts: list[list[int]], number: int
 ) -> None:
     case = CASES[fleet.mode][number]

@@ -30,12 +30,12 @@ from tests.harness.tiny_model import make_tiny_model
 from tests.harness.until import until
 
 AIPERF_S = 400.0
-"""It loads its tokenizer in several processes, and sums up at the end: minutes on a busy machine."""
+"""How long aiperf may take: it loads its tokenizer in several processes and summarises at the end."""
 ROWS = (
     "Request Count", "Error Request Count", "Request Throughput (requests/sec)", "Request Latency (ms)",
     "Time to First Token (ms)", "Inter Token Latency (ms)",
 )  # fmt: skip
-"""Of aiperf's table. What it cancels it counts among the errors."""
+"""Rows of aiperf's table. It counts what it cancels as errors."""
 NAMES = ("p0", "p1", "d0", "d1")
 FLAGS = (
     "--dtype", "float32", "--num-blocks", "1500", "--threads", "1", "--lease-ttl", "5", "--lease-renew-every", "1",
@@ -44,7 +44,7 @@ FLAGS = (
 
 
 def main() -> int:
-    """Run, and tell."""
+    """Runs the load, and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--aiperf", help="its program; without it only the checked clients ask")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long (default: 120)")
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def _records(scratch: Path) -> int:
-    """Of requests that aiperf has written down, in bytes."""
+    """Returns the number of bytes of requests that aiperf has recorded."""
     return sum(path.stat().st_size for path in (scratch / "aiperf").rglob("profile_export.jsonl"))
 
 
@@ -140,7 +140,7 @@ def _end_aiperf(process: "subprocess.Popen[bytes]", args: argparse.Namespace, sc
     try:
         status = process.wait(args.seconds + AIPERF_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its workers are processes of their own
+        os.killpg(process.pid, signal.SIGKILL)  # its workers are separate processes
         process.wait()
         status = -9
     found: dict[str, Any] = {"exit": status}

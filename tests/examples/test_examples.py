@@ -1,4 +1,4 @@
-"""Every example runs, and shows what it says that it shows."""
+"""Every example runs, and shows what it says."""
 
 import os
 import subprocess

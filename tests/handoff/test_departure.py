@@ -1,4 +1,4 @@
-"""Peers that go: replaced, refused later, silent, or dead without a word. R24, I5: nothing is kept of them.
+"""Peers that leave: replaced, refused later, silent, or dead without a word. R24, I5: nothing of them is kept.
 
 First the machines face to face, with a clock moved by hand; then drivers over the memory transport.
 """
@@ -22,14 +22,14 @@ from tests.harness.handoff_pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, 
 PULL, PUSH = TransferMode.PULL, TransferMode.PUSH
 SOURCE, TARGET = [5, 3, 9], [4, 8, 1]
 GONE_S = 2.0
-"""Short for a test, long for the pauses of a busy machine."""
+"""Short for a test, and long for the pauses of a busy machine."""
 
 
 # ---- liveness
 
 
 def liveness() -> tuple[Liveness, list[str]]:
-    """One that asks every 15 s, and whom it has asked."""
+    """Returns a Liveness that asks every 15 s, and the list of peers that it has asked."""
     asked: list[str] = []
     return Liveness(60.0, asked.append), asked
 
@@ -62,7 +62,7 @@ def test_a_peer_is_gone_after_three_questions_and_not_before() -> None:
     assert len(one) == 1
 
 
-def test_after_a_long_stop_of_our_own_nobody_is_gone_yet() -> None:
+def test_after_our_own_long_stop_no_peer_is_gone_yet() -> None:
     """SIGSTOP, or a laptop that slept: it is we who were away."""
     one, asked = liveness()
     one.add(A, 0.0)
@@ -149,7 +149,7 @@ def test_prefill_keeps_what_the_peer_may_still_read(mode: TransferMode) -> None:
     assert p.core.idle
 
 
-def test_after_a_departure_its_messages_change_nothing_until_it_is_accepted_again() -> None:
+def test_after_a_departure_messages_change_nothing_until_the_peer_is_accepted_again() -> None:
     """I6."""
     pair = Pair(PULL)
     depart(pair, pair.prefill, "d")
@@ -190,7 +190,7 @@ def test_a_peer_that_gives_no_sign_of_life_is_named_once() -> None:
 
 
 class World:
-    """Engines on one hub, all closed at the end."""
+    """Yields engines on one hub, all of which are closed at the end."""
 
     def __init__(self, mode: TransferMode) -> None:
         self.mode = mode
@@ -206,7 +206,7 @@ class World:
         return engine
 
     def end(self, engine: Engine) -> None:
-        """It dies without a word."""
+        """Ends an engine without a message."""
         self.hub.lose(engine.drivers[0]._transport.agent_name)  # type: ignore[attr-defined]
         engine.close()
         self.engines.remove(engine)
@@ -230,7 +230,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def tables(engine: Engine) -> dict[str, int]:
-    """Everything in which a driver keeps something for each peer."""
+    """Returns the number of entries in everything that a driver keeps per peer."""
     driver = engine.drivers[0]
     transport = driver._transport
     assert isinstance(transport, MemoryTransport)
@@ -252,7 +252,7 @@ def tables(engine: Engine) -> dict[str, int]:
 
 
 def num_objects() -> int:
-    """Containers that are alive; what is kept of a peer has some."""
+    """Returns the number of live containers; whatever is kept of a peer has some."""
     gc.collect()
     return len(gc.get_objects())
 
@@ -269,12 +269,12 @@ def test_a_hundred_restarts_leave_nothing(world: World) -> None:
             d.meet(p)
             world.hand_over(p, d, f"t{number}")
             world.end(d)
-        until(lambda: not any(tables(p).values()), p, timeout_s=20)  # the last one falls silent too
+        until(lambda: not any(tables(p).values()), p, timeout_s=20)  # the last one becomes silent too
 
     restarts(range(5))
     before = num_objects()
     restarts(range(5, 105))
-    # Some locks of ended threads come and go; a peer that is kept has a dozen containers, and its layouts forty.
+    # Some locks of ended threads come and go; a peer that is kept has a dozen containers, and its layouts have forty.
     assert num_objects() - before < 800
     lost = [engine for engine, _, _ in p.lost]
     if same_id:
@@ -284,7 +284,7 @@ def test_a_hundred_restarts_leave_nothing(world: World) -> None:
     assert all(f"it gave no sign of life for {GONE_S:g} s" in reason for _, _, reason in p.lost)
 
 
-def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
+def test_a_live_peer_is_never_gone_however_idle(world: World) -> None:
     p, d = world.engine("p", Role.PREFILL), world.engine("d", Role.DECODE)
     p.meet(d)
     d.meet(p)
@@ -305,7 +305,7 @@ def test_a_peer_that_lives_is_never_gone_however_idle(world: World) -> None:
 
 
 def test_a_peer_is_pinged_when_it_is_accepted(world: World) -> None:
-    """The wire between two workers is set up before the first hand-off needs it, from both sides."""
+    """The connection between two workers is set up from both sides before the first hand-off needs it."""
     p, d = world.engine("p", Role.PREFILL, gone_after_s=600), world.engine("d", Role.DECODE, gone_after_s=600)
     heard = {"p": 0, "d": 0}
     for name, engine in (("p", p), ("d", d)):
@@ -337,7 +337,7 @@ def test_a_peer_that_departs_is_forgotten_and_may_come_back(world: World) -> Non
 
 
 def test_prefill_that_forgot_us_is_reported_at_the_first_hand_off_that_finds_it_silent(world: World) -> None:
-    """The next request shakes hands again; so a peer that has forgotten us costs one hand-off, not all."""
+    """The next request shakes hands again, so a peer that has forgotten us costs one hand-off, not all."""
     p = world.engine("p", Role.PREFILL, gone_after_s=60)
     d = world.engine("d", Role.DECODE, gone_after_s=60, ttl_s=1.0)
     p.meet(d)

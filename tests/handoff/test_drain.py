@@ -1,4 +1,4 @@
-"""Issue 5, item 6: a prefill machine that drains. The driver's part is in test_driver_faults."""
+"""A prefill machine that drains. The driver's part is in test_driver_faults."""
 
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import TransferId
@@ -12,7 +12,7 @@ def drained(pair: Pair) -> set[TransferId]:
     return set(pair.prefill[0].collect().released)
 
 
-def test_what_nobody_claims_ends_soon_and_what_is_held_does_not() -> None:
+def test_an_unclaimed_grant_ends_soon_and_a_held_one_does_not() -> None:
     """R25, R28: a decode rank that waits in its queue keeps its grant through a drain."""
     pair = Pair(TransferMode.PULL)
     pair.offer("held")
@@ -44,7 +44,7 @@ def test_a_claim_within_the_time_is_served() -> None:
     assert pair.prefill[0].report.taken == {"t1"}
 
 
-def test_what_is_offered_during_a_drain_ends_soon_too() -> None:
+def test_what_is_offered_during_a_drain_also_ends_soon() -> None:
     """A request that was in progress when the drain began."""
     pair = Pair(TransferMode.PUSH)
     pair.offer("t1", stop=2, final=False)
@@ -66,12 +66,12 @@ def test_without_a_drain_it_is_kept_for_its_lease() -> None:
 
 
 def expects(core: RankProtocol) -> bool:
-    """Says whether a rank waits for a reply. A call, so that mypy does not take the first answer for the last."""
+    """Returns whether a rank expects a reply. It is a call, so that mypy does not narrow the first answer."""
     return core.reply_expected
 
 
-def test_nobody_waits_while_a_prompt_is_computed_and_somebody_does_once_it_is_whole() -> None:
-    """The driver looks for messages less often then: each look costs the thread that computes it."""
+def test_a_reply_is_expected_only_once_a_prompt_is_complete() -> None:
+    """Before that the driver looks for messages less often, because each look costs the thread that computes time."""
     pair = Pair(TransferMode.PULL)
     prefill, decode = pair.prefill[0].core, pair.decode[0].core
     assert not expects(prefill)

@@ -42,7 +42,7 @@ def test_an_acknowledgement_counts_for_the_renewal_that_it_answers() -> None:
     assert beats.acked(PeerName("p/p2/0"), RenewAck(to="d1", seq=second.seq, to_decode=True)) is None
 
 
-def test_one_message_a_peer_however_many_grants() -> None:
+def test_there_is_one_message_per_peer_however_many_grants() -> None:
     beats = Heartbeats(LeaseSettings(ttl_s=10, renew_every_s=1), from_decode=True)
     for number in range(MAX_RENEWED + 1):
         beats.add(PEER, TransferId(f"t{number}"), 0.0)
@@ -64,7 +64,7 @@ def test_a_short_lease_is_renewed_more_often_and_never_without_pause() -> None:
     assert next_s >= 0.005
 
 
-def test_what_nobody_acknowledges_is_forgotten_in_the_end() -> None:
+def test_unacknowledged_renewals_are_forgotten_in_the_end() -> None:
     beats = Heartbeats(LeaseSettings(ttl_s=10, renew_every_s=1), from_decode=True)
     beats.add(PEER, T, 0.0)
     for second in range(1, 1000):

@@ -1,4 +1,4 @@
-"""How a hand-off is cut into parts: whole units before the last, each short compared with the lease."""
+"""How a hand-off is cut into parts: whole units before the last one, each short compared with the lease."""
 
 import itertools
 
@@ -14,7 +14,7 @@ PEER = Peer(PeerName("p/1/0"), EngineId("p"), Incarnation("1"), 0)
 
 
 class _PerToken(FakeQueries):
-    """A write takes a second per token."""
+    """Layouts for which a write takes one second per token."""
 
     def write_s(self, peer: Peer, num_tokens: int) -> float:
         return float(num_tokens)
@@ -35,13 +35,13 @@ def test_progress_is_cut_at_whole_units_and_the_rest_comes_last() -> None:
     assert cut(cutter, queries, 90, final=True) == []
 
 
-def test_the_last_part_comes_even_if_it_has_no_new_token() -> None:
+def test_the_last_part_comes_even_without_a_new_token() -> None:
     cutter, queries = Cutter(), FakeQueries(unit=8)
     assert cut(cutter, queries, 32, final=False) == [Part(0, TokenRange(0, 32), last=False)]
     assert cut(cutter, queries, 32, final=True) == [Part(1, TokenRange(32, 32), last=True)]
 
 
-def test_nothing_beyond_what_was_asked_for_is_cut() -> None:
+def test_nothing_beyond_the_wanted_range_is_cut() -> None:
     (part,) = cut(Cutter(next_token=20), FakeQueries(), 300, final=True)
     assert part == Part(0, TokenRange(20, 100), last=True)
 

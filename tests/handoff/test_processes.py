@@ -1,4 +1,4 @@
-"""Real processes over real NIXL: one is killed, or stands still, at random moments under load.
+"""Real processes over real NIXL: one is killed, or hangs, at random moments under load.
 
 No wrong byte is ever served; each hand-off ends once; every block is free within the stated time; the pair works after.
 """
@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_BLOCKS = 4
 TOKENS = NUM_BLOCKS * 256
 BOUND_S = 2 * (DEADLINE_S + TTL_S + 2 * QUARANTINE_S)
-"""Every block is free again by then; doubled, for a machine that is busy."""
+"""Every block is free again by then; the time is doubled for a busy machine."""
 
 
 @dataclass
 class Load:
-    """Both schedulers: who holds which blocks, and what must arrive."""
+    """Both schedulers: which blocks each holds, and what must arrive."""
 
     mode: TransferMode
     prefill: Remote
@@ -41,7 +41,7 @@ class Load:
     failed: int = 0
 
     def start(self) -> bool:
-        """One more hand-off, if there are blocks."""
+        """Starts one more hand-off, if there are blocks."""
         prefill, decode = self.prefill, self.decode
         if min(len(prefill.free), len(decode.free)) < NUM_BLOCKS:
             return False
@@ -69,7 +69,7 @@ class Load:
         return True
 
     def collect(self, *, prefill: bool = True, decode: bool = True) -> None:
-        """Hear of ends, and check what landed before its blocks are given away."""
+        """Collects ends, and checks what landed before its blocks are freed."""
         if decode:
             seen, _ = self.decode.collect()
             for landed in seen.landed:
@@ -125,7 +125,9 @@ def _one_moment(load: Load, rng: random.Random, victim: str, number: signal.Sign
 @pytest.mark.parametrize("mode", list(TransferMode), ids=str)
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_process_is_hurt_at_random_moments(mode: TransferMode, victim: str, number: signal.Signals) -> None:
+def test_a_process_is_killed_or_suspended_at_random_moments(
+    mode: TransferMode, victim: str, number: signal.Signals
+) -> None:
     """R28, R29, I1 to I6. Pushing over shared memory, a writer that was stopped may finish its one part after the
     quarantine (see docs/explanation/life-of-a-handoff.md), so that case runs over TCP, where decode can cut it off."""
     rng = random.Random(f"{mode} {victim} {number}")
@@ -140,8 +142,8 @@ def test_a_process_is_hurt_at_random_moments(mode: TransferMode, victim: str, nu
             _until_free(load)
             before = load.landed
             end_s = time.monotonic() + BOUND_S
-            while load.landed == before:  # It works again; the first ones may still meet a connection that is cut.
-                # Who gave no sign of life has departed: a request shakes hands again. Without effect for who is known.
+            while load.landed == before:  # It works again; the first may still meet a connection that was cut.
+                # A peer without a sign of life has departed, so a request shakes hands again.
                 load.prefill.meet(load.decode)
                 load.decode.meet(load.prefill)
                 load.start()

@@ -1,4 +1,4 @@
-"""A driver gives up a connection that hangs and comes back; the peer, which noticed nothing, must be heard again."""
+"""A driver gives up a connection that hangs, and comes back: messages of the peer, unaware of that, still arrive."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def _next_message(end: LocalEnd) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["memory", pytest.param("nixl", marks=pytest.mark.process)])
-def test_a_peer_is_heard_after_one_side_came_back(kind: str) -> None:
+def test_messages_of_a_peer_arrive_after_one_side_came_back(kind: str) -> None:
     hub = MemoryHub()
     make: Callable[[PeerName], Transport] = _nixl if kind == "nixl" else lambda name: MemoryTransport(name, hub=hub)
     local, remote = LocalEnd(make(LOCAL), LOCAL, (4096,)), LocalEnd(make(REMOTE), REMOTE, (4096,))

@@ -1,4 +1,4 @@
-"""Kinds of fault that users of other systems have reported: one small test each.
+"""Kinds of fault that users of other systems have reported, with one small test each.
 
 Each runs twice: with the mechanism that prevents the fault, and with that mechanism switched off, where it must fail.
 """
@@ -22,11 +22,11 @@ Body = Callable[[Prepare], None]
 
 
 def unchanged(core: RankProtocol) -> None:
-    """As it is."""
+    """Changes nothing."""
 
 
 def twice(off: Prepare) -> Callable[[Body], Any]:
-    """The body must hold, and must not when `off` was done to every core."""
+    """The test must pass, and must fail when `off` has been applied to every RankProtocol."""
 
     def decorate(body: Body) -> Any:
         @pytest.mark.parametrize("mechanism", ["on", "off"])
@@ -44,7 +44,7 @@ def twice(off: Prepare) -> Callable[[Body], Any]:
 
 
 def deaf_to_silence(core: RankProtocol) -> None:
-    """Nobody notices that a peer is silent."""
+    """A silent peer is not noticed."""
     original = core.decode._watch
 
     def watch(receive: Receive, now_s: float) -> float:
@@ -74,7 +74,7 @@ def test_prefill_dies_after_decode_registered(prepare: Prepare) -> None:
 
 @twice(off=mutants.abort_releases_at_once)
 def test_decode_aborts_after_it_registered_and_its_blocks_are_wanted(prepare: Prepare) -> None:
-    """R28: the blocks are not given to anybody else while prefill writes to them."""
+    """R28: the blocks are not reused while prefill writes to them."""
     pair = Pair(PUSH, prepare=prepare)
     pair.want("t")
     pair.deliver()
@@ -93,13 +93,13 @@ def test_decode_aborts_after_it_registered_and_its_blocks_are_wanted(prepare: Pr
 
 
 def lease_without_end(core: RankProtocol) -> None:
-    """A holder believes that a lease lasts for ever."""
+    """A holder never lets a lease end."""
     core.prefill._heartbeats.held_s = lambda sent_s, ttl_s: sent_s + 1e6  # type: ignore[method-assign]
 
 
 @twice(off=lease_without_end)
 def test_a_write_deferred_past_the_lease_is_not_started(prepare: Prepare) -> None:
-    """R28: what became ready after the lease ran out is not written, and the last start leaves time for the write."""
+    """R28: what became ready after the lease ended is not written; the last start leaves time for the write."""
     pair = Pair(PUSH, prepare=prepare)
     pair.want("t")
     pair.deliver()
@@ -149,7 +149,7 @@ def test_decode_queued_longer_than_the_lease(prepare: Prepare) -> None:
 
 @twice(off=mutants.completion_overwrites)
 def test_two_completions_in_one_poll(prepare: Prepare) -> None:
-    """R26: one that fails is not covered by one that ends well, in either order."""
+    """R26: a failed completion is not hidden by a successful one, in either order."""
     for first_error, second_error in (("broken", None), (None, "broken")):
         pair = Pair(PULL, prepare=prepare)
         pair.want("t")
@@ -182,7 +182,7 @@ def test_a_full_prefix_hit_frees_prefill_at_once(prepare: Prepare) -> None:
 
 
 class _CountsAll(set[int]):
-    """A set that thinks that what comes twice is two."""
+    """A set that counts duplicates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class _CountsAll(set[int]):
 
 
 def counts_duplicates(core: RankProtocol) -> None:
-    """Notifications are counted, whoever they are."""
+    """Notifications are counted, even duplicates."""
     original = core.decode._outgoing.ask
 
     def ask(receive: Receive, source: Source, now_s: float) -> None:
@@ -238,7 +238,7 @@ def test_duplicate_late_and_unknown_notifications(prepare: Prepare) -> None:
 
 
 def whole_units_only(core: RankProtocol) -> None:
-    """Only whole blocks are moved, also at the end."""
+    """Only whole blocks are moved, even at the end."""
     core.prefill._queries.unit = 16  # type: ignore[attr-defined]
     original = core.prefill._progress
 
@@ -272,7 +272,7 @@ def refuses_the_unknown(core: RankProtocol) -> None:
 
 @twice(off=refuses_the_unknown)
 def test_preemption_on_prefill_before_the_handoff(prepare: Prepare) -> None:
-    """R17, R33: decode came first, prefill begins late and in other blocks: what is offered is what counts."""
+    """R17, R33: decode came first; prefill begins late and in other blocks, and only what is offered counts."""
     for mode in (PULL, PUSH):
         pair = Pair(mode, prepare=prepare)
         pair.want("t")
@@ -320,7 +320,7 @@ def never_cuts(core: RankProtocol) -> None:
 
 @twice(off=never_cuts)
 def test_a_transfer_that_never_ends(prepare: Prepare) -> None:
-    """R29, I3: it fails at the deadline; then the connection goes, which ends the read; then blocks are free."""
+    """R29, I3: it fails at the deadline; then the connection is closed, which ends the read; then blocks are free."""
     pair = Pair(PULL, prepare=prepare)
     pair.want("t")
     pair.offer("t")

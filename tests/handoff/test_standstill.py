@@ -1,4 +1,4 @@
-"""A writer that does not answer: dead, or only standing still with a write begun that nothing can stop? R28.
+"""A writer that does not answer: is it dead, or only suspended with a write in progress that nothing can stop? R28.
 
 Found by tests/e2e/test_chaos.py: a prefill stopped (SIGSTOP) in the middle of a copy over shared memory, and woken
 after lease and quarantine, wrote on into blocks that decode had given to another request: HTTP 200 with wrong tokens.
@@ -13,7 +13,7 @@ from tests.harness.handoff_pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair, 
 
 @pytest.fixture
 def silent() -> tuple[Pair, Rank]:
-    """Decode registered, prefill holds the lease and has begun to write; then it says nothing more."""
+    """Decode registered, and prefill holds the lease and has begun to write; then it is silent."""
     pair = Pair(TransferMode.PUSH)
     pair.want("t")
     pair.deliver()
@@ -23,7 +23,7 @@ def silent() -> tuple[Pair, Rank]:
     return pair, decode
 
 
-def test_a_writer_that_may_stand_still_keeps_the_blocks_from_everyone_for_long(silent: tuple[Pair, Rank]) -> None:
+def test_the_blocks_of_a_writer_that_may_be_suspended_are_kept_for_long(silent: tuple[Pair, Rank]) -> None:
     pair, decode = silent
     pair.step(TTL_S + 0.5, deliver=False)
     assert len(decode.report.failed) == 1, "the request goes on without it"
@@ -34,7 +34,9 @@ def test_a_writer_that_may_stand_still_keeps_the_blocks_from_everyone_for_long(s
     assert decode.core.idle
 
 
-def test_a_writer_that_the_transport_found_dead_keeps_them_for_the_quarantine_only(silent: tuple[Pair, Rank]) -> None:
+def test_the_blocks_of_a_writer_that_the_transport_found_dead_are_kept_for_the_quarantine_only(
+    silent: tuple[Pair, Rank],
+) -> None:
     pair, decode = silent
     decode.core.peer_lost(pair.prefill[0].name, "no process is there", pair.now_s, dead=True)
     pair.act()
@@ -61,7 +63,7 @@ def test_a_writer_whose_engine_has_restarted_is_dead(silent: tuple[Pair, Rank]) 
     assert decode.report.released == {"t"}
 
 
-def test_a_writer_that_wakes_and_answers_ends_it_at_once(silent: tuple[Pair, Rank]) -> None:
+def test_a_writer_that_resumes_and_answers_ends_the_wait_at_once(silent: tuple[Pair, Rank]) -> None:
     pair, decode = silent
     pair.step(TTL_S + QUARANTINE_S + 1, deliver=False)
     assert not decode.report.released

@@ -1,4 +1,4 @@
-"""States of hand-off records: the tables are whole, nothing assigns a state elsewhere, and illegal moves are caught."""
+"""States of hand-off records: the tables are complete, nothing else assigns a state, and illegal moves are caught."""
 
 import ast
 import itertools
@@ -16,14 +16,14 @@ FILES = sorted(path for path in HANDOFF.rglob("*.py") if path.name != "transitio
 
 
 class Record:
-    """Anything with a state."""
+    """Anything that has a state."""
 
     def __init__(self, state: Enum) -> None:
         self.state: Any = state
 
 
 def events(table: Any) -> list[Enum]:
-    """All events of a table, from the class of one of them."""
+    """Returns all events of a table, from the class of one of them."""
     kind: type[Enum] = type(next(iter(table.moves))[1])
     return list(kind)
 
@@ -58,7 +58,7 @@ def test_a_consumer_that_has_ended_stays_as_it_is() -> None:
 
 
 def assigned_states(source: str) -> list[int]:
-    """The lines that set an attribute `state`, or give one to a constructor."""
+    """Returns the lines that set an attribute `state`, or pass one to a constructor."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         targets: list[ast.expr] = []

@@ -15,7 +15,7 @@ from tests.harness.handshake_examples import side
 
 
 def meet(asker: LocalSide, answerer: LocalSide) -> tuple[object, object, int]:
-    """The outcomes on both sides, and how many questions it took."""
+    """Returns the outcomes on both sides, and how many questions it took."""
     protocol = asker.protocols.newest
     for num_questions in (1, 2, 3):
         reply, theirs = judge_ask(answerer, decode_envelope(ask(asker, protocol)))
@@ -44,7 +44,7 @@ def test_an_old_and_a_new_release_pair_in_the_old_protocol(old: str, new: str) -
     assert isinstance(ours, Accepted)
     assert isinstance(theirs, Accepted)
     assert ours.protocol == theirs.protocol == 1
-    assert ours.hello.capabilities == theirs.hello.capabilities == ()  # version 1 has no words for it
+    assert ours.hello.capabilities == theirs.hello.capabilities == ()  # version 1 has no field for it
     assert num_questions == (1 if old == "d0" else 2)
 
 
@@ -57,7 +57,7 @@ def test_no_common_version_is_a_clear_refusal() -> None:  # R8 R11
         assert "there is no common version. Upgrade kvferry on the older side" in text
 
 
-def test_a_far_newer_peer_is_refused_before_its_payload_is_looked_at() -> None:  # R8
+def test_a_far_newer_peer_is_refused_before_its_payload_is_read() -> None:  # R8
     asked = decode_envelope(ask(side("d0", role=Role.DECODE)))
     future = msgspec.structs.replace(asked, protocol_min=7, protocol_max=9, protocol=9, payload=b"\xffunreadable")
     reply, outcome = judge_ask(side("p0"), future)
@@ -79,7 +79,7 @@ def test_both_sides_give_the_same_verdict_and_the_reason_names_everything() -> N
             assert word in text
 
 
-def test_payload_and_layout_are_untouched_until_the_facts_are_accepted() -> None:  # R1 R8
+def test_payload_and_layout_are_not_read_until_the_facts_are_accepted() -> None:  # R1 R8
     touched: list[str] = []
 
     def fit(peer: Hello) -> None:
@@ -124,7 +124,7 @@ def changed(**changes: object) -> Envelope:
         (changed(facts=()), "a digest that is not"),
     ],
 )
-def test_what_contradicts_itself_is_refused(envelope: Envelope, words: str) -> None:  # R20
+def test_contradictory_payloads_are_refused(envelope: Envelope, words: str) -> None:  # R20
     reply, outcome = judge_ask(side("p0"), envelope)
     assert isinstance(outcome, Refused)
     assert words in outcome.reason
@@ -157,7 +157,7 @@ def test_busy_is_temporary_and_garbage_is_not() -> None:
 
 
 class Pair:
-    """Two handshakers, and a wire that is a function call."""
+    """Two handshakers, connected by function calls."""
 
     def __init__(self, p: LocalSide, d: LocalSide) -> None:
         self.p, self.d = Handshaker(p), Handshaker(d)
@@ -184,7 +184,7 @@ def test_handshakers_accept_each_other_once() -> None:
     assert [new.engine for new in pair.p.take_accepted()] == ["d0"]
     assert pair.p.take_accepted() == []
     assert pair.p.take_gone() == []
-    assert pair.p.peers.get(EngineId("d0")).address == "127.0.0.1:7000"  # where it listens, not where it spoke from
+    assert pair.p.peers.get(EngineId("d0")).address == "127.0.0.1:7000"  # where it listens, not where it called from
 
 
 def test_a_refused_peer_costs_nothing_per_request() -> None:
@@ -196,14 +196,14 @@ def test_a_refused_peer_costs_nothing_per_request() -> None:
     assert "kv.dtype" in pair.d.peers.get(pair.p.local.engine).reason
 
 
-def test_a_mended_prefill_pairs_without_a_restart_of_decode() -> None:
+def test_a_repaired_prefill_pairs_without_a_restart_of_decode() -> None:
     pair = Pair(side("p0", kv_dtype="fp8"), side("d0", role=Role.DECODE))
     assert pair.want(0.0, "i1") == "refused"
     pair.p = Handshaker(side("p0", "i2"))
     assert pair.want(1.0, "i2") == "accepted"
 
 
-def test_a_mended_decode_pairs_without_a_restart_of_prefill() -> None:
+def test_a_repaired_decode_pairs_without_a_restart_of_prefill() -> None:
     pair = Pair(side("p0"), side("d0", role=Role.DECODE, kv_dtype="fp8"))
     assert pair.want(0.0) == "refused"
     pair.d = Handshaker(side("d0", "i2", role=Role.DECODE))
@@ -211,7 +211,7 @@ def test_a_mended_decode_pairs_without_a_restart_of_prefill() -> None:
     assert [new.incarnation for new in pair.p.take_accepted()] == ["i2"]
 
 
-def test_a_restart_replaces_and_the_old_one_is_gone() -> None:  # I6
+def test_a_restart_replaces_the_old_incarnation() -> None:  # I6
     pair = Pair(side("p0"), side("d0", role=Role.DECODE))
     pair.want(0.0)
     pair.d.take_accepted()
@@ -221,14 +221,14 @@ def test_a_restart_replaces_and_the_old_one_is_gone() -> None:  # I6
     assert [new.incarnation for new in pair.d.take_accepted()] == ["i2"]
 
 
-def test_the_second_engine_of_one_id_is_told() -> None:
+def test_the_second_engine_with_one_id_is_refused() -> None:
     pair = Pair(side("p0"), side("d0", "i1", role=Role.DECODE))
     pair.want(0.0)
     second = Pair(side("p0"), side("d0", "i2", role=Role.DECODE))
     second.p = pair.p
     assert second.want(1.0) == "accepted"  # it may be a restart
     pair.d = Handshaker(side("d0", "i1", role=Role.DECODE))
-    assert pair.want(2.0) == "refused"  # it was not: the first one still speaks
+    assert pair.want(2.0) == "refused"  # it was not one: the first engine still answers
     assert "two engines have the id 'd0'" in pair.d.peers.get(pair.p.local.engine).reason
 
 

@@ -42,7 +42,7 @@ VALUES: st.SearchStrategy[FactValue] = st.one_of(
         ({"quantization": "FP8"}, {"quantization": "fp8"}),
     ],
 )
-def test_equal_meanings_compare_equal(one: dict[str, object], other: dict[str, object]) -> None:  # R6
+def test_equal_meanings_are_equal(one: dict[str, object], other: dict[str, object]) -> None:  # R6
     answer = verdict(facts(**one), decode_facts(**other))
     assert answer.kind is VerdictKind.COMPATIBLE
     assert digest(facts(**one)) == digest(decode_facts(**other))
@@ -58,7 +58,7 @@ def test_auto_without_a_checkpoint_dtype_is_an_error() -> None:
         facts(dtype="auto", checkpoint_dtype=None)
 
 
-def test_names_stand_in_for_a_missing_fingerprint() -> None:
+def test_names_are_used_without_a_fingerprint() -> None:
     assert verdict(facts(fingerprint=None), decode_facts(fingerprint=None, model_id="org/x")).refused
     answer = verdict(facts(fingerprint=None), decode_facts())
     assert [row.fact for row in answer.blocking()] == ["model.fingerprint"]
@@ -71,7 +71,7 @@ def test_facts_survive_json() -> None:
     assert digest(again) == digest(original)
 
 
-def test_saved_facts_without_classes_take_the_tables() -> None:
+def test_saved_facts_without_classes_get_those_of_the_table() -> None:
     plain = {"kv.dtype": {"value": "bfloat16"}, "parallel.tp": {"value": 2}, "new.fact": {"value": 1}}
     read = Facts.from_json(plain)
     assert [read.kind(name) for name in plain] == [FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.MUST_MATCH]
@@ -95,7 +95,7 @@ def test_what_is_no_set_of_facts_is_refused(raw: object) -> None:  # R20
         Facts.from_json(raw)
 
 
-def test_a_fact_told_twice_is_refused() -> None:
+def test_a_duplicate_fact_is_refused() -> None:
     with pytest.raises(MalformedMessage, match=r"'kv\.dtype' is reported twice"):
         Facts([Fact("kv.dtype", "a", FactKind.MUST_MATCH), Fact("kv.dtype", "b", FactKind.MUST_MATCH)])
 

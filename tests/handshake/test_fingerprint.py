@@ -1,4 +1,4 @@
-"""What a model is, whatever it is called."""
+"""The identity of a model, whatever its name."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def checkpoint(
     return root
 
 
-def test_copies_agree_however_they_are_cut_into_files(tmp_path: Path) -> None:
+def test_copies_agree_however_they_are_split_into_files(tmp_path: Path) -> None:
     one = model_fingerprint(checkpoint(tmp_path / "a"))
     assert one.startswith("kf1-")
     assert model_fingerprint(checkpoint(tmp_path / "b", num_files=3)) == one
@@ -66,7 +66,7 @@ def test_copies_agree_however_they_are_cut_into_files(tmp_path: Path) -> None:
         {"torch_dtype": "float16"},
     ],
 )
-def test_keys_that_say_nothing_of_the_numbers_do_not_count(change: dict[str, object], tmp_path: Path) -> None:
+def test_keys_that_do_not_change_the_numbers_do_not_count(change: dict[str, object], tmp_path: Path) -> None:
     same = checkpoint(tmp_path / "b", config={**CONFIG, **change})
     assert model_fingerprint(checkpoint(tmp_path / "a")) == model_fingerprint(same)
 
@@ -84,7 +84,7 @@ def test_other_weights_other_config_other_names_differ(tmp_path: Path) -> None:
     assert len({model_fingerprint(place) for place in places}) == len(places)
 
 
-def test_one_tensor_that_was_trained_on_is_seen(tmp_path: Path) -> None:
+def test_one_tensor_that_was_trained_further_is_detected(tmp_path: Path) -> None:
     trained = {**tensors(), "layers.3.weight": np.random.default_rng(9).bytes(4096)}
     assert model_fingerprint(checkpoint(tmp_path / "a")) != model_fingerprint(checkpoint(tmp_path / "b", trained))
 
@@ -145,7 +145,7 @@ def test_the_chat_template_counts_for_the_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "bin"])
-def test_files_that_we_do_not_look_into(suffix: str, tmp_path: Path) -> None:
+def test_files_that_are_not_read(suffix: str, tmp_path: Path) -> None:
     data = bytearray(np.random.default_rng(0).bytes(3 << 20))
     (tmp_path / f"a.{suffix}").write_bytes(data)
     (tmp_path / f"b.{suffix}").write_bytes(data)
@@ -168,7 +168,7 @@ def test_files_that_we_do_not_look_into(suffix: str, tmp_path: Path) -> None:
         lambda data: data.replace(b'"data_offsets": [0,', b'"data_offsets": [9999999,', 1),
     ],
 )
-def test_a_broken_file_is_an_error_that_says_so(damage: object, tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(damage: object, tmp_path: Path) -> None:
     root = checkpoint(tmp_path / "a")
     file = root / "model-0.safetensors"
     assert callable(damage)
@@ -177,6 +177,6 @@ def test_a_broken_file_is_an_error_that_says_so(damage: object, tmp_path: Path) 
         model_fingerprint(root)
 
 
-def test_a_place_without_weights(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match="holds no weights"):
         model_fingerprint(tmp_path)

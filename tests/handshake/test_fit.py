@@ -39,7 +39,7 @@ def test_only_the_directions_that_the_roles_allow_are_paired() -> None:
     both = msgspec.structs.replace(p.hello, role=Role.BOTH)
     make_fit(fewer, Role.DECODE)(both)
     with pytest.raises(IncompatiblePeer):
-        make_fit(fewer, Role.BOTH)(both)  # but not where it may be the other way round
+        make_fit(fewer, Role.BOTH)(both)  # but not if it may be the other way round
 
 
 def test_ranks_out_of_order_are_malformed() -> None:  # R20
@@ -49,7 +49,7 @@ def test_ranks_out_of_order_are_malformed() -> None:  # R20
         layouts_of(swapped)
 
 
-def test_desks_with_real_layouts() -> None:
+def test_handshakers_with_real_layouts() -> None:
     p, d = Handshaker(engine("p", Role.PREFILL, 2)), Handshaker(engine("d", Role.DECODE, 4))
     d.want(p.local.engine, None, "127.0.0.1", 1, 0.0)
     for asked in d.take_asks():
@@ -59,7 +59,7 @@ def test_desks_with_real_layouts() -> None:
 
 
 def windowed(*, hybrid: bool, declared: bool = False) -> CacheLayout:
-    """One layer with a window of 8: in a window group, or in one that keeps every block (and may know the window)."""
+    """Returns one layer with a window of 8: in a window group, or in one with every block (which may declare it)."""
     builder = LayoutBuilder(Rank(0))
     group = builder.window(4, 8) if hybrid else builder.full(4, window_tokens=8 if declared else None)
     builder.attention("layers.0.attn", group, heads=head_range(2, 0, 1), head_dim=2, element_bytes=2, encoding="bf16",
@@ -81,5 +81,5 @@ def test_a_window_on_prefill_where_decode_keeps_every_token_is_refused_on_both_s
     with pytest.raises(IncompatiblePeer, match=reason):
         make_fit((full,), Role.DECODE)(says(window, p.hello))
     make_fit((window,), Role.PREFILL)(says(windowed(hybrid=False, declared=True), d.hello))  # it needs the window only
-    make_fit((full,), Role.PREFILL)(says(window, d.hello))  # more than is needed is no harm
+    make_fit((full,), Role.PREFILL)(says(window, d.hello))  # more than is needed does no harm
     make_fit((window,), Role.PREFILL)(says(window, d.hello))

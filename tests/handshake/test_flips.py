@@ -144,19 +144,19 @@ def test_strict_on_one_side_is_strict_on_both() -> None:
     assert verdict(lenient, strict).refused
 
 
-def test_decode_is_told_to_follow_prefill() -> None:  # R10
+def test_the_remedy_makes_decode_follow_prefill() -> None:  # R10
     answer = verdict(decode_facts(kv_dtype="fp8", engine="vllm", speculation=None), facts(speculation=None))
     row = next(row for row in answer.rows if row.fact == "kv.dtype")
     assert row.remedy("d0", "p0") == "on d0: --kv-cache-dtype bfloat16"
 
 
-def test_the_side_without_a_drafter_is_told_to_take_one() -> None:  # R3 R10
+def test_the_remedy_gives_the_side_without_a_drafter_one() -> None:  # R3 R10
     answer = verdict(facts(speculation=None, engine="vllm"), decode_facts(engine="vllm"))
     assert [row.fact for row in answer.rows] == ["speculation.method"]
     assert answer.rows[0].remedy("p0", "d0") == """on p0: --speculative-config '{"method": "eagle3", ...}'"""
 
 
-def test_the_side_without_a_drafter_is_told_how_to_get_one() -> None:  # R10
+def test_the_remedy_says_how_to_get_a_drafter() -> None:  # R10
     answer = verdict(facts(speculation=None), decode_facts(engine="vllm"))
     row = next(row for row in answer.rows if row.fact == "speculation.method")
     assert row.remedy("p0", "d0") == ("""on p0: kvferry serve --speculative-config '{"method": "eagle3", ...}'""")
@@ -172,7 +172,7 @@ def test_every_remedy_for_kvferry_serve_can_be_typed() -> None:  # R10
         assert spec.settings.get("vllm", spec.settings.get("")), spec.name
 
 
-def test_the_older_side_is_told_to_upgrade() -> None:  # R10
+def test_the_remedy_is_to_upgrade_the_older_side() -> None:  # R10
     answer = verdict(facts(engine_version="0.10.0"), decode_facts(engine_version="0.9.1"), strict=True)
     assert answer.rows[0].remedy("p0", "d0") == "on d0: install version 0.10.0"
 
@@ -184,7 +184,7 @@ def test_engine_fits_itself() -> None:
 
 @pytest.mark.parametrize("engine", ["mini", "vllm", "other"])
 @pytest.mark.parametrize("name", [name for name, spec in FACTS.items() if spec.kind is FactKind.MUST_MATCH])
-def test_a_remedy_says_what_to_do_whichever_side_has_nothing(name: str, engine: str) -> None:  # R10
+def test_a_remedy_names_an_action_whichever_side_has_nothing(name: str, engine: str) -> None:  # R10
     on_prefill, on_decode = FLIPS[name]
     for one, other in ((on_prefill, on_decode), (on_decode, on_prefill)):
         rows = verdict(facts(engine=engine, **one), decode_facts(engine=engine, **other)).blocking()
@@ -203,13 +203,13 @@ def test_a_remedy_says_what_to_do_whichever_side_has_nothing(name: str, engine: 
         ({}, {"cross_layer_blocks": True}, "VLLM_KV_CACHE_LAYOUT=LBNHC"),
     ],
 )
-def test_vllm_is_told_the_flag_for_the_value(
+def test_the_remedy_for_vllm_is_the_flag_for_the_value(
     on_prefill: dict[str, object], on_decode: dict[str, object], remedy: str
 ) -> None:  # R10
     answer = verdict(facts(engine="vllm", **on_prefill), decode_facts(engine="vllm", **on_decode), strict=True)
     assert [row.remedy("p0", "d0") for row in answer.blocking()] == [f"on d0: {remedy}"]
 
 
-def test_vllm_is_told_the_role_in_its_words() -> None:  # R10
+def test_the_remedy_for_vllm_names_the_role_in_its_words() -> None:  # R10
     row = verdict(facts(engine="vllm"), facts(engine="vllm")).blocking()[0]
     assert row.remedy_a == """--kv-transfer-config '{"kv_role": "kv_consumer"}'"""

@@ -1,4 +1,4 @@
-"""What is known of peers, and when they are asked again. R24; I5, I6 of the design."""
+"""What is known of peers, and when they are asked again. R24; I5, I6."""
 
 import sys
 
@@ -51,13 +51,13 @@ def test_a_restart_is_asked_at_once_and_replaces_the_old_one() -> None:  # I6
     accept(table, I1)
     assert table.may_ask(P, 1.0, I2)
     table.asking(P, 1.0, incarnation=I2)
-    assert table.get(P).paired  # hand-offs of the old one go on
+    assert table.get(P).paired  # hand-offs of the old incarnation continue
     assert accept(table, I2, 1.1) == I1
     assert not table.may_ask(P, 2.0, I1)  # a request that names the old incarnation brings no question
     assert not table.may_ask(P, 2.0, I2)
 
 
-def test_a_mended_peer_is_asked_before_its_back_off_ends() -> None:
+def test_a_repaired_peer_is_asked_before_its_back_off_ends() -> None:
     table = a_table()
     for now_s in (0.0, 2.0, 6.0):
         table.refused(P, I1, now_s, "why")
@@ -95,7 +95,7 @@ def test_a_restart_that_no_longer_fits_ends_the_pairing() -> None:
     assert table.get(P).state is PeerState.REFUSED
 
 
-def test_late_words_about_another_incarnation_change_nothing() -> None:  # I6
+def test_late_messages_about_another_incarnation_change_nothing() -> None:  # I6
     table = a_table()
     accept(table, I2)
     assert table.refused(P, I1, 1.0, "late") is None
@@ -121,7 +121,7 @@ def test_our_own_id_is_noticed() -> None:
     assert "with itself" in table.asking(EngineId("d0"), 0.0)
 
 
-def test_a_full_book_forgets_the_idle_and_then_refuses() -> None:
+def test_a_full_table_forgets_idle_peers_and_then_refuses() -> None:
     table = a_table(max_peers=2)
     table.accepted(EngineId("a"), I1, 0.0, address="", protocol=2)
     table.refused(EngineId("b"), I1, 0.0, "why")
@@ -133,7 +133,7 @@ def test_a_full_book_forgets_the_idle_and_then_refuses() -> None:
     assert len(table.snapshot()) == 2
 
 
-def test_restarts_for_ever_do_not_fill_memory() -> None:
+def test_endless_restarts_do_not_fill_memory() -> None:
     table = a_table()
     for start in range(1000):
         accept(table, Incarnation(f"i{start}"))
@@ -149,7 +149,7 @@ def test_idle_failures_are_forgotten() -> None:
     assert [peer.engine for peer in table.snapshot()] == ["q"]
 
 
-def test_a_peer_is_under_a_kilobyte() -> None:
+def test_a_peer_takes_less_than_a_kilobyte() -> None:
     peer = Peer(engine=P, incarnation=I1, address="10.0.0.1:5600", reason="")
     size = sum(sys.getsizeof(part) for part in (peer, peer.engine, peer.incarnation, peer.address, peer.former))
     assert size < 1024

@@ -1,4 +1,4 @@
-"""The eight scenarios of speculation, and what is near them. R3 to R7."""
+"""The eight scenarios of speculation, and variants of them. R3 to R7."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_8_decode_alone_with_a_drafter_is_refused_with_one_row() -> None:  # R3
 
 @pytest.mark.parametrize("on_decode", [None, SpeculationFacts(method="ngram"), SpeculationFacts(method="suffix")])
 def test_prefill_alone_with_a_drafter_is_a_note(on_decode: SpeculationFacts | None) -> None:
-    """R3 calls it a mismatch; it costs nothing but time, so it is one in strict mode alone."""
+    """R3 calls it a mismatch; it costs only time, so it is one only in strict mode."""
     for method in (*HIDDEN_STATE, "draft_model"):
         a, b = facts(speculation=eagle(method=method)), decode_facts(speculation=on_decode)
         answer = verdict(a, b)
@@ -67,7 +67,7 @@ def test_prefill_alone_with_a_drafter_is_a_note(on_decode: SpeculationFacts | No
         (Role.DECODE, Role.BOTH, False),
     ],
 )
-def test_roles_must_tell_who_drafts(role_with: Role, role_without: Role, fits: bool) -> None:
+def test_roles_must_state_which_side_drafts(role_with: Role, role_without: Role, fits: bool) -> None:
     answer = verdict(facts(role=role_with), facts(role=role_without, speculation=None))
     assert answer.refused is not fits
 

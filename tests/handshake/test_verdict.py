@@ -1,4 +1,4 @@
-"""Symmetric, total, explained; and one with the digest. R1, R10."""
+"""Verdicts are symmetric, total and explained, and agree with the digest. R1, R10."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_digests_are_equal_exactly_when_the_pair_fits(one: list[str], other: lis
     assert (digest(a, strict=strict) == digest(b, strict=strict)) is not verdict(a, b, strict=strict).refused
 
 
-def test_a_peer_cannot_talk_a_fact_down() -> None:
+def test_a_peer_cannot_weaken_a_fact() -> None:
     lying = Facts(
         Fact(fact.name, "fp8_e4m3" if fact.name == "kv.dtype" else fact.value, FactKind.INFORMATIVE)
         for fact in decode_facts()
@@ -73,7 +73,7 @@ def test_a_fact_that_only_a_newer_release_knows() -> None:  # R8 R10
     assert verdict(facts(), decode_facts().replace({"kv.spin": None})).kind is VerdictKind.COMPATIBLE
 
 
-def test_bridged_says_how_and_at_what_price() -> None:
+def test_bridged_differences_say_how_and_at_what_price() -> None:
     answer = verdict(facts(), decode_facts(block_tokens=(32, 32)))
     assert answer.kind is VerdictKind.NOTES
     assert answer.explain("p", "d") == (
@@ -100,12 +100,12 @@ def test_json_has_the_promised_names() -> None:
     assert {"fact", "class", "a", "b", "remedy"} <= rows[0].keys()
 
 
-def test_a_peers_value_is_quoted_in_what_a_person_may_paste() -> None:
+def test_a_peers_value_is_quoted_in_what_an_operator_may_paste() -> None:
     answer = verdict(decode_facts(), facts().replace({"kv.dtype": "x; rm -rf ~ {model}\n"}))
     assert answer.rows[0].remedy_a == "kvferry serve --kv-dtype 'x; rm -rf ~ {model}\\n'"
 
 
 @pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, "decode"), (Role.DECODE, "prefill")])
-def test_of_two_alike_one_is_told_to_take_the_other_role(role: Role, other: str) -> None:  # R10
+def test_one_of_two_equal_sides_is_asked_to_take_the_other_role(role: Role, other: str) -> None:  # R10
     row = verdict(facts(role=role), facts(role=role)).blocking()[0]
     assert row.remedy() == f"on a: kvferry serve --role {other}, or on b: kvferry serve --role {other}"

@@ -68,7 +68,7 @@ MODELS = {
 
 @lru_cache(maxsize=100_000)
 def _elements(tensor: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Offset and number of every inner element."""
+    """Returns the offset and the number of every inner element."""
     offset, name = np.zeros(1, np.int64), np.zeros(1, np.int64)
     for axis in sorted(tensor.axes, key=lambda each: each.name):
         index = np.arange(axis.start, axis.stop)
@@ -78,7 +78,7 @@ def _elements(tensor: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
 
 
 def _write(memory: list[Bytes], layout: CacheLayout, tensor: Tensor, table: BlockTable, tokens: TokenRange) -> int:
-    """Write what these tokens' elements mean; how many bytes."""
+    """Writes what the elements of these tokens mean. Returns the number of bytes."""
     if layout.groups[tensor.group].kind is CacheKind.STATE:
         positions = np.array([table.first_token])
         starts = np.array([table.block_ids[0] * tensor.paging.block_stride_bytes])
@@ -103,7 +103,7 @@ def _memory(layout: CacheLayout, fill: int) -> list[Bytes]:
 
 
 def _tables(engine: Engine, tokens: int, first_block: int, window: int | None) -> list[BlockTable]:
-    """Blocks in a fixed disorder, each used once; window groups without the blocks that the window has left."""
+    """Returns blocks in a fixed disorder, each used once; window groups lack the blocks that the window has left."""
     result = []
     free = iter([(first_block + 7 * i) % engine.config.num_blocks for i in range(engine.config.num_blocks)])
     for number, tag in enumerate(engine.groups):
@@ -127,7 +127,7 @@ def _copy(runs: Runs, far: Bytes, near: Bytes) -> None:
 
 @dataclass
 class Producer:
-    """A filled prefill engine, kept between cases."""
+    """Returns a filled prefill engine, which is kept between cases."""
 
     engine: Engine
     tables: list[BlockTable]
@@ -164,7 +164,7 @@ def _window(model: Model) -> int | None:
 
 
 def check(name: str, prefill: Config, decode: Config, tokens: int, hits: int = 0) -> str:
-    """Plan and copy for every decode rank. "ok", or why it was refused; AssertionError for a wrong byte."""
+    """Plans and copies for every decode rank. Returns "ok" or the refusal; raises AssertionError for a wrong byte."""
     producer = _producer(name, prefill, tokens)
     consumer = _consumer(name, decode)
     tables = _tables(consumer, tokens, 1, _window(MODELS[name]))
@@ -186,7 +186,7 @@ def check(name: str, prefill: Config, decode: Config, tokens: int, hits: int = 0
                     copy_with_numpy(box, staged[box.region], staging, into_staging=False)
             for tensor in layout.tensors:
                 here = next(t for t in tables if t.group == tensor.group)
-                # A window group holds what prefill's table of the same layer holds too, from the later start on.
+                # A window group also holds what prefill's table of the same layer holds, from the later start on.
                 theirs = next(t for t in producer.tables if t.group == producer.engine.group_of[tensor.layer])
                 start = max(hits, theirs.first_token) if layout.groups[tensor.group].kind != "state" else hits
                 enough += _write(want, layout, tensor, here, TokenRange(start, tokens))
@@ -209,7 +209,7 @@ class Matrix:
     refused: Counter[str] = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
     correct: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By model and table."""
+    """Counts by model and table."""
 
     def add(self, name: str, table: str, answer: str) -> bool:
         self.correct[name, table] += answer == "ok"
@@ -231,13 +231,13 @@ BASE = Config(block_tokens=8, num_blocks=80)
 
 
 def _sized(config: Config, block_tokens: int, tokens: int) -> Config:
-    """With just enough blocks for two groups; no multiple of 7, the step in which _tables takes them."""
+    """Just enough blocks for two groups; not a multiple of 7, which is the step in which _tables takes them."""
     count = 2 * -(-tokens // block_tokens) + 2
     return replace(config, block_tokens=block_tokens, num_blocks=count + (count % 7 == 0))
 
 
 def parallel(matrix: Matrix, name: str) -> None:
-    """TP x TP and PP x PP; alternately HND to NHD with unequal memory forms, so that nothing lines up by chance."""
+    """TP x TP and PP x PP; alternately HND to NHD with different memory forms, so that nothing lines up by chance."""
 
     def cells() -> Iterator[list[str]]:
         for p_tp in TPS:
@@ -338,7 +338,7 @@ PREFIX_MODELS = ("GQA, 3 heads", "MLA", "full + sliding", "Mamba hybrid")
 
 
 def run() -> Matrix:
-    """All of it."""
+    """Yields all of it."""
     matrix = Matrix()
     for name in MODELS:
         parallel(matrix, name)
@@ -352,7 +352,7 @@ def run() -> Matrix:
 
 
 def all_correct() -> Matrix:
-    """What run() comes to if nothing is refused."""
+    """Returns what run() gives if nothing is refused."""
     matrix = Matrix()
     for name, table in itertools.product(MODELS, TABLES):
         if table is not PREFIXES or name in PREFIX_MODELS:
@@ -362,7 +362,7 @@ def all_correct() -> Matrix:
 
 
 def page(matrix: Matrix) -> str:
-    """The summary in the docs."""
+    """Returns the summary in the docs."""
     sizes = {"TP": TPS, "PP": PPS, "block": BLOCKS}
     shown = {name: ", ".join(map(str, values)) for name, values in sizes.items()}
     rows = [f"| | {' | '.join(TABLES)} |", "|---" * (len(TABLES) + 1) + "|"]
@@ -411,7 +411,7 @@ Correct: {ok}. Refused: {refused}.
 
 
 def main() -> None:
-    """Run and print."""
+    """Runs the matrix and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the summary there")
     args = parser.parse_args()

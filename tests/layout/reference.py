@@ -21,7 +21,7 @@ Memory = list[bytearray]
 
 @dataclass
 class Planner:
-    """What is under test; mutants put in their own."""
+    """The functions under test; mutants replace them."""
 
     pair: Callable[..., Pairing]
     plan: Callable[..., Iterator[Runs]]
@@ -29,7 +29,7 @@ class Planner:
 
 
 class WrongBytesError(AssertionError):
-    """The planner and the model disagree."""
+    """Raised if the planner and the model disagree."""
 
 
 def memory(layout: CacheLayout, fill: int) -> Memory:
@@ -46,14 +46,14 @@ def owner(layout: CacheLayout, position: int) -> bool:
 
 
 def places(layout: CacheLayout, table: BlockTable, block_tokens: int, end: int) -> dict[int, tuple[int, int]]:
-    """For each position of this rank that the table holds, up to `end`: the block id and the token in the block."""
+    """Returns the block id and the token in the block for each position of this rank in the table, up to `end`."""
     mine = [p for p in range(table.first_token, end) if owner(layout, p)]
     held = len(table.block_ids) * block_tokens
     return {p: (table.block_ids[i // block_tokens], i % block_tokens) for i, p in enumerate(mine) if i < held}
 
 
 def inner(tensor: Tensor) -> list[tuple[int, int]]:
-    """(offset, number that names the element) of every inner element."""
+    """Returns (offset, number that identifies the element) of every inner element."""
     axes = sorted(tensor.axes, key=lambda axis: axis.name)
     result = []
     for index in itertools.product(*(range(axis.start, axis.stop) for axis in axes)):
@@ -71,7 +71,7 @@ def meaning(key: int, position: int, name: int, size: int) -> bytes:
 
 
 def write(case: Case, memory_: Memory, layout: CacheLayout, tensor: Tensor, where: dict[int, tuple[int, int]]) -> int:
-    """Write the meaning of every element of one tensor at these positions; how many bytes."""
+    """Writes the meaning of every element of one tensor at these positions. Returns the number of bytes."""
     shares = next(layer.shares for layer in case.model.layers if layer.name == tensor.layer)
     key = zlib.crc32(f"{shares or tensor.layer}/{tensor.part}".encode())
     buffer = memory_[tensor.region]
@@ -80,7 +80,7 @@ def write(case: Case, memory_: Memory, layout: CacheLayout, tensor: Tensor, wher
     whole = stride is None and layout.groups[tensor.group].kind is not CacheKind.STATE
     for position, (block, token) in where.items():
         if whole:
-            # The bytes of a block are named by the first position in it.
+            # The bytes of a block are identified by the first position in it.
             position = min(p for p, (other, _) in where.items() if other == block)
         base = tensor.offset_bytes + block * tensor.paging.block_stride_bytes + token * (stride or 0)
         for offset, name in elements:
@@ -118,7 +118,7 @@ def all_places(
 
 
 def expected(case: Case) -> tuple[Memory, int] | None:
-    """The reader's memory after the hand-off, and the bytes moved; None where it must be refused."""
+    """Returns the reader's memory after the hand-off, and the bytes moved; None if it must be refused."""
     near, far = tables_by_group(case.destination_tables), tables_by_group(case.source_tables)
     result = memory(case.reader, 101)
     moved = 0
@@ -164,7 +164,7 @@ def run_copies(runs: Runs, source: Memory, destination: Memory) -> int:
 
 
 def pack_or_unpack(plan: PackPlan, memory_: Memory, staging: bytearray) -> None:
-    """The reference of what transport's packer does with a PackPlan."""
+    """Does what transport's packer does with a PackPlan, element by element."""
     for box in plan.boxes:
         region = memory_[box.region]
         for number, block in enumerate(box.block_ids.tolist()):
@@ -184,7 +184,7 @@ def pack_or_unpack(plan: PackPlan, memory_: Memory, staging: bytearray) -> None:
 
 
 def check_case(case: Case, planner: Planner, *, staged: bool, limit: int, cells: bool) -> bool:
-    """Raise WrongBytesError unless the planner does what the model does. True: moved; False: rightly refused."""
+    """Raises WrongBytesError unless the planner does as the model. Returns True if it moved bytes, False if refused."""
     want = expected(case)
     pairing = planner.pair(case.prefill.ranks, case.reader)
     args = (case.source_tables, case.destination_tables, case.wanted)

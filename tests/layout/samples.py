@@ -20,7 +20,7 @@ def attention(
     rank: Rank | None = None,
     first_layer: int = 0,
 ) -> CacheLayout:
-    """Attention layers with memory of their own; 2 elements of 2 bytes a head."""
+    """Returns attention layers that have separate memory, with 2 elements of 2 bytes per head."""
     builder = LayoutBuilder(rank or Rank(tp_rank, tp_rank, tp_size))
     group = builder.full(block_tokens)
     for number in range(first_layer, first_layer + layers):
@@ -38,12 +38,12 @@ def attention(
 
 
 def with_tensor(layout: CacheLayout, index: int, **changes: Any) -> CacheLayout:
-    """The same layout with one tensor changed."""
+    """Returns the same layout with one tensor changed."""
     tensors = list(layout.tensors)
     tensors[index] = replace(tensors[index], **changes)
     return replace(layout, tensors=tuple(tensors))
 
 
 def paging(tensor: Tensor, **changes: Any) -> dict[str, Any]:
-    """A change of a tensor's paging, for with_tensor."""
+    """Returns a change of a tensor's paging, for with_tensor."""
     return {"paging": replace(tensor.paging, **changes)}

@@ -1,4 +1,4 @@
-"""Faults that are put into the planner on purpose: the suite of random worlds must catch each of them."""
+"""Deliberate faults in the planner: the suite of random worlds must catch each of them."""
 
 import importlib
 import sys
@@ -89,7 +89,7 @@ MUTANTS = {
     "a state of any token will do": ("tokens", "if side.first_token != end:", "if False:"),
 }
 SURVIVES_THE_WORLDS = {"a state of any token will do"}
-"""The random worlds hold right states only; test_planning has the wrong ones."""
+"""The random worlds have valid states only; test_planning has the invalid ones."""
 
 
 class _Loader(SourceFileLoader):
@@ -118,7 +118,7 @@ class _Finder(MetaPathFinder):
 
 @contextmanager
 def mutated(module: str, old: str, new: str) -> Iterator[Callable[[str], bool]]:
-    """The property test's `one`, over a planner of its own with the fault in it."""
+    """Runs the property test's `one` on a planner with the fault in it."""
     mine = ("kvferry.layout", "tests.layout")
     saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(mine)}
     finder = _Finder(module, old, new)
@@ -137,7 +137,7 @@ def mutated(module: str, old: str, new: str) -> Iterator[Callable[[str], bool]]:
 
 
 def killed_after(one: Callable[[str], bool]) -> int | None:
-    """How many cases it took to notice the fault."""
+    """Returns how many cases it took to find the fault."""
     for number in range(MAX_CASES):
         try:
             one(f"mutants.{number}")
@@ -147,13 +147,13 @@ def killed_after(one: Callable[[str], bool]) -> int | None:
 
 
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - SURVIVES_THE_WORLDS))
-def test_the_suite_kills(name: str) -> None:
+def test_the_suite_finds_the_fault(name: str) -> None:
     with mutated(*MUTANTS[name]) as one:
         cases = killed_after(one)
     assert cases is not None, f"{MAX_CASES} cases did not notice: {name}"
 
 
-def test_the_planner_itself_survives() -> None:
+def test_the_planner_itself_passes() -> None:
     with mutated("planning", "24 MiB of runs per piece", "24 MiB per piece") as one:
         for number in range(60):
             one(f"mutants.{number}")

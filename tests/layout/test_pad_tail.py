@@ -1,4 +1,4 @@
-"""A last block that is wanted in part is moved whole where the caller allows it, and both sides' blocks are alike."""
+"""If the caller allows it, and both sides' blocks are alike, a partly wanted last block is moved whole."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TOKENS, DIM, BLOCKS = 32, 16, 8
 
 
 def dim_major(block_tokens: int = TOKENS, address: int = 1 << 20) -> CacheLayout:
-    """Keys as [dim, token] in each block, as a CPU kernel wants them: tokens are the innermost axis."""
+    """Keys as [dim, token] in each block, as CPU kernels need them: tokens are the innermost axis."""
     tensor = Tensor(
         "layers.0.attn",
         "k",
@@ -30,7 +30,7 @@ def dim_major(block_tokens: int = TOKENS, address: int = 1 << 20) -> CacheLayout
 
 
 def moved(edge: Edge, wanted: TokenRange, *, pad_tail: bool, source: tuple[int, ...]) -> set[int]:
-    """The destination's bytes that are written."""
+    """Returns the destination's bytes that are written."""
     tables = [BlockTable(0, 0, source)], [BlockTable(0, 0, (1, 2, 3))]
     written: set[int] = set()
     for runs in plan(edge, *tables, wanted, pad_tail=pad_tail):
@@ -52,7 +52,7 @@ def edge_of(source: CacheLayout, destination: CacheLayout) -> Edge:
 def test_a_tail_is_one_run_and_holds_all_that_was_wanted() -> None:
     edge, wanted = edge_of(dim_major(), dim_major(address=1 << 30)), TokenRange(0, TOKENS + 9)
     assert num_runs(edge, wanted, pad_tail=False) == 1 + DIM
-    assert num_runs(edge, wanted, pad_tail=True) == 1  # the blocks follow on, on both sides
+    assert num_runs(edge, wanted, pad_tail=True) == 1  # the blocks are consecutive on both sides
     exact = moved(edge, wanted, pad_tail=False, source=(5, 6))
     padded = moved(edge, wanted, pad_tail=True, source=(5, 6))
     assert exact < padded
@@ -61,7 +61,7 @@ def test_a_tail_is_one_run_and_holds_all_that_was_wanted() -> None:
 
 
 @pytest.mark.parametrize("wanted", [TokenRange(3, 40), TokenRange(0, 2 * TOKENS)])
-def test_whole_blocks_and_heads_stay_as_they_are(wanted: TokenRange) -> None:
+def test_whole_blocks_and_heads_are_not_padded(wanted: TokenRange) -> None:
     edge = edge_of(dim_major(), dim_major(address=1 << 30))
     first = moved(edge, TokenRange(wanted.start, TOKENS), pad_tail=True, source=(5, 6))
     assert first == moved(edge, TokenRange(wanted.start, TOKENS), pad_tail=False, source=(5, 6))
@@ -77,7 +77,7 @@ def test_a_tail_inside_one_block_that_begins_elsewhere_moves_exactly() -> None:
     assert moved(edge, wanted, pad_tail=True, source=(5,)) == moved(edge, wanted, pad_tail=False, source=(5,))
 
 
-def test_the_bytes_are_the_sources() -> None:
+def test_the_bytes_are_those_of_the_source() -> None:
     edge, wanted = edge_of(dim_major(), dim_major(address=1 << 30)), TokenRange(0, TOKENS + 9)
     near, far = np.arange(BLOCKS * TOKENS * DIM * 4) % 251, np.zeros(BLOCKS * TOKENS * DIM * 4, np.int64)
     tables = [BlockTable(0, 0, (6, 2))], [BlockTable(0, 0, (1, 4))]

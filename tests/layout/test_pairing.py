@@ -1,4 +1,4 @@
-"""Who gives what to whom; and what is refused, in which words."""
+"""Which rank gives what to which; and what is refused, and with which message."""
 
 import re
 from dataclasses import replace
@@ -42,7 +42,7 @@ def mla(tp_rank: int, tp_size: int) -> CacheLayout:
         (3, 2, 1, 0, {0: (0, 2), 1: (2, 3)}),
     ],
 )
-def test_heads_are_cut_where_both_sides_cut(  # R23
+def test_heads_are_cut_wherever_either_side_cuts(  # R23
     heads: int, p_tp: int, d_tp: int, rank: int, expected: dict[int, tuple[int, int]]
 ) -> None:
     assert ranges_of_k(engine(heads, p_tp), engine(heads, d_tp)[rank]) == expected
@@ -59,7 +59,7 @@ def test_readers_spread_over_mla_copies() -> None:  # R23
     assert chosen == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_the_order_in_which_ranks_are_told_does_not_matter() -> None:
+def test_the_order_in_which_ranks_are_listed_does_not_matter() -> None:
     destination = attention(heads=6)
     assert pair(engine(6, 3), destination) == pair(engine(6, 3)[::-1], destination)
 
@@ -72,7 +72,7 @@ def test_stages_of_prefill_that_decode_does_not_need_are_ignored() -> None:  # R
     assert [edge.source_rank for edge in pair(stages, attention(first_layer=2)).edges] == [1]
 
 
-def test_a_layer_that_nobody_offers_is_named() -> None:  # R19
+def test_a_layer_that_no_rank_offers_is_named() -> None:  # R19
     message = (
         "layer 'layers.2.attn' part 'k' is not offered by any rank of the peer: it offers no part of that layer. "
         "Serve the same model, with the same draft model, on both sides"
@@ -81,14 +81,14 @@ def test_a_layer_that_nobody_offers_is_named() -> None:  # R19
         pair([attention(layers=2)], attention(layers=3))
 
 
-def test_a_missing_part_says_which_parts_there_are() -> None:  # R19
+def test_a_missing_part_is_refused_with_the_parts_that_exist() -> None:  # R19
     source = attention(layers=1)
     source = replace(source, tensors=source.tensors[:1])
     with pytest.raises(IncompatiblePeer, match=r"part 'v' is not offered.*it offers parts \['k'\]"):
         pair([source], attention(layers=1))
 
 
-def test_heads_that_nobody_holds_are_named() -> None:  # R19 R23
+def test_heads_that_no_rank_holds_are_named() -> None:  # R19 R23
     message = r"layer 'layers.0.attn' part 'k': no rank of the peer holds head \[2, 4\) of 4, dim \[0, 2\) of 2"
     with pytest.raises(IncompatiblePeer, match=message):
         pair(engine(4, 2)[:1], attention(heads=4))
@@ -151,7 +151,7 @@ def test_opaque_blocks_of_two_sizes_are_refused() -> None:  # R23
         pair([opaque(8)], opaque(4))
 
 
-def test_layers_that_share_a_cache_here_must_share_it_there() -> None:
+def test_layers_that_share_a_cache_on_one_side_must_share_it_on_the_other() -> None:
     def shared(layout: CacheLayout) -> CacheLayout:
         extra = tuple(replace(tensor, layer="layers.1.attn") for tensor in layout.tensors)
         return replace(layout, tensors=layout.tensors + extra)
@@ -162,13 +162,13 @@ def test_layers_that_share_a_cache_here_must_share_it_there() -> None:
         pair([attention(layers=2)], destination)
 
 
-def test_context_parallel_tokens_that_nobody_holds() -> None:
+def test_context_parallel_tokens_that_no_rank_holds() -> None:
     sources = [attention(rank=Rank(0, cp_rank=0, cp_size=2))]
     with pytest.raises(IncompatiblePeer, match="for the tokens of context-parallel rank 1"):
         pair(sources, attention())
 
 
-def test_ranks_of_equal_deals_pair_one_to_one() -> None:
+def test_ranks_with_equal_splits_pair_one_to_one() -> None:
     def rank(index: int) -> CacheLayout:
         return attention(rank=Rank(index, cp_rank=index, cp_size=4, cp_run_tokens=16))
 

@@ -59,11 +59,13 @@ BLOCK = 6 * 2 * 4 * 4 * 8 * 2
         ([3, 9, 5, 30], [1, 20, 3, 40], [BLOCK] * 4),
     ],
 )
-def test_block_major_is_one_run_per_stretch_of_blocks(near: list[int], far: list[int], expected: list[int]) -> None:
+def test_block_major_caches_give_one_run_per_stretch_of_blocks(
+    near: list[int], far: list[int], expected: list[int]
+) -> None:
     assert lengths(planned(edge_of(major(), major()), near, far, 16)) == expected
 
 
-def test_a_partial_last_block_is_a_run_a_head() -> None:
+def test_a_partial_last_block_is_one_run_per_head() -> None:
     runs = lengths(planned(edge_of(major(), major()), [3, 4], [10, 11], 6))
     assert runs == [2 * 16] * (6 * 2 * 4) + [BLOCK]
 
@@ -115,7 +117,7 @@ def test_nothing_of_decodes_own_prefix_is_copied() -> None:  # R30
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
-def test_pieces_are_bounded_and_add_up(limit: int) -> None:
+def test_pieces_are_bounded_and_complete(limit: int) -> None:
     edge = edge_of(attention(order=AxisOrder.NHD), attention(order=AxisOrder.HND))
     tables = [BlockTable(0, 0, [5, 2, 7])]
     pieces = list(plan(edge, tables, tables, TokenRange(1, 11), max_runs_per_piece=limit))
@@ -138,7 +140,7 @@ def test_blocks_that_the_window_has_left_may_be_absent() -> None:  # R22 R23
     assert moved == 6 * 4
 
 
-def test_what_both_have_before_the_window_comes_too() -> None:
+def test_what_both_have_before_the_window_is_copied_too() -> None:
     edge = edge_of(window_layout(), window_layout())
     near, far = [BlockTable(0, 8, [0, 7, 8, 1, 2, 3])], [BlockTable(0, 12, [9, 4, 5, 6])]
     assert sum(piece.num_bytes for piece in plan(edge, near, far, TokenRange(0, 20))) == 8 * 4
@@ -164,7 +166,7 @@ def test_a_window_layer_kept_whole_by_prefill_serves_a_window_group() -> None:  
     assert sum(piece.num_bytes for piece in plan(edge, near, far, TokenRange(0, 20))) == 6 * 4
 
 
-def test_an_early_chunk_does_not_ask_for_what_the_last_window_has_left() -> None:
+def test_an_early_chunk_does_not_need_what_the_last_window_has_left() -> None:
     edge = edge_of(window_layout(), window_layout())
     near, far = [BlockTable(0, 14, [1, 2, 3])], [BlockTable(0, 14, [4, 5, 6])]
     assert list(plan(edge, near, far, TokenRange(0, 10), end=20)) == []
@@ -208,7 +210,7 @@ def test_a_request_has_one_state() -> None:
         plan(edge, [BlockTable(0, 9, [1, 2])], [BlockTable(0, 9, [2])], TokenRange(0, 9))
 
 
-def test_conv_sections_are_cut_each_in_its_own_place() -> None:  # R23
+def test_convolution_sections_are_cut_each_at_its_own_place() -> None:  # R23
     pairing = pair([state_layout(rank, 2) for rank in range(2)], state_layout())
     cut = {(edge.source_rank, p.part): p.ranges[0] for edge in pairing.edges for p in edge.slices}
     assert cut[0, "conv.x"] == (0, 4)

@@ -1,4 +1,4 @@
-"""Random pairs of engines against the slow model: every cell that D needs arrives, and nothing else changes.
+"""Random pairs of engines compared with the slow model: every cell that D needs arrives, and nothing else changes.
 
 A failing case is run again with `python -m tests.layout.test_property SEED`.
 """
@@ -19,7 +19,7 @@ from tests.layout.worlds import random_case
 PLANNER = Planner(pair, plan, plan_staged)
 CHUNKS, CASES = 20, 520
 FRESH = f"{time.time_ns():x}"
-"""Half of the cases are the same in every run, half are new."""
+"""Half of the cases are the same in every run; half are new."""
 
 
 def one(seed: str, planner: Planner = PLANNER) -> bool:

@@ -46,12 +46,12 @@ class Model:
     head_dim: int
     element_bytes: int
     opaque_block: int
-    """Tokens a block, where opaque packings demand one size."""
+    """The number of tokens per block, if opaque packings demand one size."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one engine keeps the cache of a model."""
+    """How one engine stores the cache of a model."""
 
     tp: int = 1
     pp: int = 1
@@ -59,20 +59,20 @@ class Config:
     cp_run: int = 1
     block_tokens: int = 4
     hybrid: bool = True
-    """Groups by window; else all paged layers are in one full group."""
+    """Groups by window; otherwise all paged layers are in one full group."""
     keep_window: bool = False
-    """Not hybrid, but the group of window layers knows that only the window is needed."""
+    """Not hybrid, but the group of window layers declares that only the window is needed."""
     order: AxisOrder = AxisOrder.NHD
     kv: KvPlace = KvPlace.PACKED
     memory: str = "own"
-    """own: memory a layer; cross: a block holds all layers of the group; pages: groups take turns on the same pages."""
+    """own: memory per layer; cross: a block holds all layers of the group; pages: groups take turns on pages."""
     num_blocks: int = 24
     shuffle: int = 0
-    """Seed of the order of regions and tensors; 0 leaves them."""
+    """Seed of the order of regions and tensors; 0 keeps it."""
     head_cuts: tuple[int, ...] = ()
     """Uneven split of attention heads over TP ranks; () is the usual one."""
     turned_states: bool = False
-    """The axes of recurrent states lie in memory the other way round."""
+    """The axes of recurrent states are in reverse order in memory."""
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Engine:
     ranks: list[CacheLayout]
     group_of: dict[str, int]
     groups: list[str] = field(default_factory=list)
-    """Tags, in the order of the groups."""
+    """The tags, in the order of the groups."""
 
 
 def random_model(rng: random.Random) -> Model:
-    """One to four layers."""
+    """Returns one to four layers."""
     kinds = rng.choice(
         (
             ["attention"],
@@ -127,7 +127,7 @@ def random_model(rng: random.Random) -> Model:
 
 
 def random_config(rng: random.Random, model: Model, like: Config | None = None) -> Config:
-    """`like`: the other side's, where the model ties the two."""
+    """Returns a side. `like` is the other side, for values that the model requires to be equal."""
     opaque = any(layer.kind == "opaque" for layer in model.layers)
     tp = rng.choice((1, 1, 2, 3, 4))
     cuts: tuple[int, ...] = ()
@@ -159,7 +159,7 @@ def random_config(rng: random.Random, model: Model, like: Config | None = None) 
 
 
 def build(model: Model, config: Config, pick: random.Random | None = None) -> Engine:
-    """All ranks, or one of them."""
+    """Returns the layouts of all ranks, or of one of them."""
     tags: dict[str, str] = {}
     for layer in model.layers:
         if layer.kind in STATE_KINDS:
@@ -383,7 +383,7 @@ class Case:
 
 
 def random_case(seed: str) -> Case:
-    """Everything about one hand-off, from a seed."""
+    """Returns everything about one hand-off, from a seed."""
     rng = random.Random(seed)
     model = random_model(rng)
     prefill_config = random_config(rng, model)
@@ -409,7 +409,7 @@ def random_case(seed: str) -> Case:
 
 
 def tables(rng: random.Random, model: Model, engine: Engine, end: int, start: int) -> list[BlockTable]:
-    """Scattered or contiguous blocks for tokens [0 or later, end); groups that share pages share no block."""
+    """Returns scattered or contiguous blocks for tokens [0 or later, end); groups that share pages share no block."""
     config = engine.config
     free = list(range(config.num_blocks))
     if rng.random() < 0.6:

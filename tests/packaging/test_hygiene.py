@@ -1,4 +1,4 @@
-"""Every committed text file ends as the hook before commits wants it, and the hook finds what it should."""
+"""Every committed text file ends as the pre-commit hook requires, and the hook finds what it should."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A version stands in one place: `__version__` of the package."""
+"""The version stands in one place: `__version__` of the package."""
 
 import re
 import tomllib

@@ -12,12 +12,12 @@ from tests.router.test_dispatch import BODY, post
 
 DISPATCHES = 40
 ROUNDS = 5
-"""A busy machine may be slow for a while; it is never quick by chance."""
+"""A busy machine may be slow at times, but it is never fast by chance."""
 WITHIN_S = 0.001
 
 
 class Log:
-    """What left when: an Observer."""
+    """An Observer that records what was sent when."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, float]] = []
@@ -60,10 +60,10 @@ async def test_push_leaves_for_both_within_a_millisecond(kind: str) -> None:  # 
             if max(seen[-1]) < WITHIN_S:
                 break
     assert min(max(one) for one in seen) < WITHIN_S, seen
-    # Neither waits for the other, in any of them: prefill has not answered when decode is asked.
+    # In none of them does either wait for the other: prefill has not answered when decode is asked.
     assert all(one["decode.sent"] < one["prefill.answered"] for one in log.seen if "prefill.answered" in one)
     headers = {asked.headers["traceparent"][-4:-3] for asked in (*p.asked, *d.asked)}
-    assert headers == {"7", "6"}  # an observer's headers: one a stage
+    assert headers == {"7", "6"}  # an observer's headers: one per stage
 
 
 async def test_pull_asks_decode_after_prefill_has_answered_every_time() -> None:  # R16

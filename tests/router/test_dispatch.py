@@ -1,4 +1,4 @@
-"""Which worker is asked what, and when."""
+"""Which worker gets which request, and when."""
 
 import asyncio
 import json
@@ -95,7 +95,7 @@ async def test_push_asks_both_at_once_with_one_transfer_id() -> None:  # R16, R1
     }
 
 
-async def test_streams_pass_untouched_and_headers_say_who_served() -> None:
+async def test_streams_pass_unchanged_and_headers_say_which_workers_served() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d) as (url, _):
         response, raw = await post(url, {**BODY, "stream": True}, headers={"X-Request-Id": "r1"})
@@ -182,7 +182,7 @@ async def test_one_token_is_an_ordinary_request_to_prefill(limit: str) -> None:
     assert response.headers["x-kvferry-route"] == "prefill"
 
 
-async def test_several_prompts_go_to_decode_alone_visibly() -> None:
+async def test_several_prompts_go_to_decode_alone_with_the_reason() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d) as (url, _):
         response, _ = await post(url, {**BODY, "prompt": ["a", "b"]})
@@ -202,7 +202,7 @@ async def test_the_clients_own_parameters_of_a_hand_off_are_dropped() -> None:
     assert not [one for one in asked if b"evil" in one.raw]
 
 
-async def test_work_is_spread() -> None:
+async def test_work_is_shared() -> None:
     workers = [a_prefill("p0"), a_prefill("p1"), a_decode("d0"), a_decode("d1")]
     async with fleet(*workers) as (url, _):
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Workers that are not there, break, refuse, or come back: what the client gets, and that nothing is sent twice."""
+"""Workers that are down, fail, refuse, or come back: what the client gets, and that nothing is sent twice."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 
-async def test_a_prefill_that_is_not_there_means_decode_alone_visibly() -> None:
+async def test_without_a_reachable_prefill_decode_serves_alone_and_says_so() -> None:
     p, d = a_prefill(port=1), a_decode()
     async with fleet(p, d) as (url, _), aiohttp.ClientSession() as session:
         response, _raw = await post(url, BODY)
@@ -53,11 +53,11 @@ async def test_a_prefill_that_fails_is_replaced_by_another(script: Script) -> No
             assert response.status == 200
             assert response.headers["x-kvferry-prefill"] == "p1"
     ids = [asked.body["kv_transfer_params"]["transfer_id"] for asked in [*bad.asked, *good.asked]]
-    assert len(set(ids)) == len(ids) >= 3  # one transfer id a dispatch
+    assert len(set(ids)) == len(ids) >= 3  # one transfer id per dispatch
 
 
 @pytest.mark.parametrize("script", [cutting, refusing(500, "out of memory")])
-async def test_when_every_prefill_fails_decode_serves_alone_and_says_why(script: Script) -> None:
+async def test_when_every_prefill_fails_decode_serves_alone_with_the_reason(script: Script) -> None:
     p, d = a_prefill(script=script), a_decode()
     async with fleet(p, d) as (url, _):
         response, _raw = await post(url, BODY)
@@ -90,14 +90,14 @@ async def test_a_prefill_answer_that_cannot_be_read_is_a_failure(raw: bytes) -> 
     assert "cannot be read" in response.headers["x-kvferry-why"]
 
 
-async def test_a_prefill_that_returns_no_parameters_is_visible() -> None:
+async def test_a_prefill_that_returns_no_parameters_is_reported() -> None:
     async with fleet(a_prefill(script=decode_script), a_decode()) as (url, _):
         response, _raw = await post(url, BODY)
     assert response.headers["x-kvferry-route"] == "alone"
     assert "no kv_transfer_params" in response.headers["x-kvferry-why"]
 
 
-async def test_an_error_of_the_client_is_prefills_answer_and_not_retried() -> None:
+async def test_an_error_of_the_client_is_answered_by_prefill_and_not_retried() -> None:
     p0, p1, d = a_prefill("p0", refusing(400, "prompt too long")), a_prefill("p1", refusing(400)), a_decode()
     async with fleet(p0, p1, d) as (url, router):
         response, raw = await post(url, BODY)
@@ -107,7 +107,7 @@ async def test_an_error_of_the_client_is_prefills_answer_and_not_retried() -> No
     assert (len(p0.asked) + len(p1.asked), d.asked) == (1, [])
 
 
-async def test_a_decode_that_is_not_there_is_503_naming_it() -> None:
+async def test_an_unreachable_decode_is_503_with_its_name() -> None:
     async with fleet(a_prefill(), a_decode(port=1)) as (url, _), aiohttp.ClientSession() as session:
         response, raw = await post(url, BODY)
         error = json.loads(raw)["error"]
@@ -116,7 +116,7 @@ async def test_a_decode_that_is_not_there_is_503_naming_it() -> None:
         assert (await session.get(f"{url}/health")).status == 503
 
 
-async def test_a_decode_that_went_away_since_it_was_asked_is_502_naming_it() -> None:
+async def test_a_decode_that_went_away_since_it_was_asked_is_502_with_its_name() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d, settings=RouterSettings(health_every_s=1000, restart_wait_s=0)) as (url, _):
         await d.stop()
@@ -148,7 +148,7 @@ async def test_another_decode_after_one_that_was_reached_gets_a_new_hand_off(scr
     assert len(ids) == 2
 
 
-async def test_when_every_decode_is_full_the_client_is_told_to_wait() -> None:
+async def test_when_every_decode_is_full_the_client_is_asked_to_wait() -> None:
     async with fleet(a_prefill(), a_decode("d0", refusing(503)), a_decode("d1", refusing(429))) as (url, _):
         response, raw = await post(url, BODY)
     assert (response.status, response.headers["Retry-After"]) == (503, "1")
@@ -192,7 +192,7 @@ async def test_a_stream_that_breaks_before_its_first_byte_goes_elsewhere(whole: 
     assert (response.status, raw, response.headers["x-kvferry-decode"]) == (200, STREAM, "d1")
 
 
-async def test_a_decode_that_does_not_begin_in_time_is_504_naming_it() -> None:
+async def test_a_decode_that_does_not_begin_in_time_is_504_with_its_name() -> None:
     d = a_decode(script=hanging)
     async with fleet(a_prefill(), d, settings=RouterSettings(first_byte_timeout_s=0.05)) as (url, _):
         response, raw = await post(url, BODY)
@@ -228,7 +228,7 @@ async def test_several_choices_go_to_decode_although_the_first_has_ended() -> No
     assert "first token ended the first choice" in d.asked[0].headers["x-kvferry-why"]
 
 
-async def test_no_more_workers_are_tried_than_allowed() -> None:
+async def test_at_most_the_allowed_number_of_workers_is_tried() -> None:
     prefill = [a_prefill(f"p{i}", refusing(500)) for i in range(4)]
     decode = [a_decode(f"d{i}", refusing(500)) for i in range(4)]
     async with fleet(*prefill, *decode, settings=RouterSettings(max_attempts=2)) as (url, _):
@@ -275,7 +275,7 @@ async def test_a_draining_worker_gets_nothing_new() -> None:
         assert (len(d0.asked), len(d1.asked)) == (0, 3)
 
 
-async def test_push_never_meets_pull() -> None:  # R13
+async def test_push_and_pull_workers_are_never_paired() -> None:  # R13
     p_pull, p_push, d = a_prefill("p0"), a_prefill("p1", mode="push"), a_decode(mode="push")
     async with fleet(p_pull, p_push, d) as (url, _), aiohttp.ClientSession() as session:
         for _ in range(2):
@@ -298,7 +298,7 @@ async def test_a_pair_whose_facts_differ_is_not_used() -> None:  # R1
     assert "model.dtype" in response.headers["x-kvferry-why"]
 
 
-async def test_a_worker_in_the_wrong_place_is_not_used() -> None:
+async def test_a_worker_with_the_wrong_role_is_not_used() -> None:
     p, d = a_prefill(), a_decode()
     assert p.info is not None
     p.info["role"] = "decode"
@@ -308,7 +308,7 @@ async def test_a_worker_in_the_wrong_place_is_not_used() -> None:
     assert "give it as --decode" in response.headers["x-kvferry-why"]
 
 
-async def test_what_is_no_kvferry_worker_is_said_so() -> None:
+async def test_a_server_that_is_no_kvferry_worker_is_reported() -> None:
     p, d = a_prefill(), a_decode()
     p.info = None
     async with fleet(p, d) as (url, _):
@@ -316,7 +316,7 @@ async def test_what_is_no_kvferry_worker_is_said_so() -> None:
     assert "GET /version 404: is it a kvferry worker, or a vLLM server?" in response.headers["x-kvferry-why"]
 
 
-async def test_a_worker_that_says_nonsense_of_itself_is_asked_again() -> None:
+async def test_a_worker_with_an_invalid_description_is_asked_again() -> None:
     raw = DEEP
 
     async def describe(_: web.Request) -> web.Response:
@@ -381,7 +381,7 @@ async def test_models_and_fleet_view() -> None:
     assert (view["status"], view["policies"]["decode"]) == ("ok", "least_loaded")
 
 
-def test_addresses_must_be_addresses() -> None:
+def test_invalid_addresses_and_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'localhost:1' must begin with http"):
         Router([], ["localhost:1"])
     for host in ("x..y", "x" * 64 + ".example"):

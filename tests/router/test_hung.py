@@ -1,4 +1,4 @@
-"""A worker that stands still (SIGSTOP, a lost network) holds nobody; one that is only busy is never cut.
+"""A worker that hangs (SIGSTOP, network down) holds up no request; one that is only busy is never cut off.
 
 The limits on a wait are left at their minutes: a test that ends within its time was ended by the health checks.
 """
@@ -29,7 +29,7 @@ from tests.harness.scripted_worker import (
 from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
-# Half a second: a machine that is busy for a moment must not make a worker that is well look as if it hung.
+# Half a second, so that a healthy worker does not look hung if the machine is busy for a moment.
 SOON = RouterSettings(health_every_s=0.02, health_timeout_s=0.5, hung_after_s=0.1, restart_wait_s=0)
 NEVER = RouterSettings(health_every_s=0.02, health_timeout_s=0.5, hung_after_s=0, restart_wait_s=0)
 both_modes = pytest.mark.parametrize("mode", ["pull", "push"])
@@ -37,7 +37,7 @@ streamed_or_not = pytest.mark.parametrize("stream", [False, True])
 
 
 def stops(worker: list[Worker], sent: bytes | None = None) -> Script:
-    """It is stopped while it works on the request, after `sent`; None: before its headers."""
+    """A worker that is stopped while it works on the request, after `sent`; None: before its headers."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         if sent is not None:
@@ -58,7 +58,7 @@ def a_stopping_decode(mode: str, sent: bytes | None = None) -> Worker:
 
 
 async def checked(worker: Worker, times: int = 12) -> None:
-    """Its health was asked for that many times more."""
+    """Waits until its health was asked for this many times more."""
     target = worker.num_checks + times
     await until_async(lambda: worker.num_checks >= target)
 
@@ -100,7 +100,7 @@ async def test_a_stream_whose_decode_hangs_ends_with_the_error(mode: str) -> Non
 
 @both_modes
 @streamed_or_not
-async def test_with_no_other_decode_the_client_is_told(mode: str, stream: bool) -> None:
+async def test_without_another_decode_the_client_gets_an_error(mode: str, stream: bool) -> None:
     async with fleet(a_prefill(mode=mode), a_stopping_decode(mode), settings=SOON) as (url, _):
         response, raw = await post(url, {**BODY, "stream": stream})
     assert response.status == 504
@@ -125,7 +125,7 @@ async def test_a_prefill_that_hangs_is_replaced(mode: str, stream: bool) -> None
 
 
 @both_modes
-async def test_with_no_other_prefill_decode_serves_alone_and_says_why(mode: str) -> None:
+async def test_without_another_prefill_decode_serves_alone_with_the_reason(mode: str) -> None:
     itself: list[Worker] = []
     itself.append(a_prefill("p0", stops(itself), mode=mode))
 
@@ -141,7 +141,7 @@ async def test_with_no_other_prefill_decode_serves_alone_and_says_why(mode: str)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @both_modes
 @streamed_or_not
-async def test_a_busy_worker_that_answers_its_checks_is_never_cut(role: str, mode: str, stream: bool) -> None:
+async def test_a_busy_worker_that_answers_its_checks_is_never_cut_off(role: str, mode: str, stream: bool) -> None:
     done = asyncio.Event()
 
     def busy(then: Script) -> Script:
@@ -165,8 +165,8 @@ async def test_a_busy_worker_that_answers_its_checks_is_never_cut(role: str, mod
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["it says nothing of use", "the check is switched off"])
-async def test_what_is_down_but_not_hung_is_not_cut(answers: bool) -> None:
-    """An answer of any kind is a sign of life; and 0 switches all this off."""
+async def test_a_worker_that_is_down_but_not_hung_is_not_cut_off(answers: bool) -> None:
+    """Any answer is a sign of life; 0 switches all of this off."""
     done = asyncio.Event()
 
     async def no_more_checks(request: web.Request, asked: Asked) -> web.StreamResponse:
@@ -184,7 +184,7 @@ async def test_what_is_down_but_not_hung_is_not_cut(answers: bool) -> None:
 
 
 class Waiting:
-    """A `Wait`, of which only the time matters."""
+    """Returns a `Wait` of which only the time matters."""
 
     def __init__(self, since_s: float | None) -> None:
         self.waiting_since_s = since_s
@@ -199,8 +199,8 @@ class Waiting:
     [(11, 11, 1), (9, 11, 0), (11, 9, 0), (11, None, 0), (None, 11, 0)],
     ids=["both", "silence too short", "bytes came since", "it waits for its client", "the first check that fails"],
 )
-async def test_who_is_given_up(silent_for_s: float | None, waits_for_s: float | None, ended: int) -> None:
-    """Streams that still bring bytes go on, whatever the health checks say."""
+async def test_which_requests_are_given_up(silent_for_s: float | None, waits_for_s: float | None, ended: int) -> None:
+    """Streams that still bring bytes continue, whatever the health checks say."""
     d = a_decode()
     await d.start()
     now_s, patient = asyncio.get_running_loop().time(), Fleet([], [d.url], RouterSettings())
@@ -217,7 +217,7 @@ async def test_who_is_given_up(silent_for_s: float | None, waits_for_s: float | 
             assert silent_since_s is not None
             d.deaf = False
             await patient.ask(session, worker)
-            assert worker.silent_since_s is None  # one answer, and the count begins anew
+            assert worker.silent_since_s is None  # one answer, and the count restarts
         wait.reasons.clear()
         d.deaf, worker.silent_since_s = True, now_s - 99
         await known.ask(session, worker)
@@ -225,8 +225,8 @@ async def test_who_is_given_up(silent_for_s: float | None, waits_for_s: float | 
     await d.stop()
 
 
-async def test_a_refused_connection_is_no_silence() -> None:
-    """A worker that shuts down takes no connection and may still answer; where a process died, its connections end."""
+async def test_a_refused_connection_is_not_silence() -> None:
+    """A worker that shuts down accepts no connection and may still answer; connections to a dead process end."""
     d = a_decode()
     await d.start()
     await d.stop()
@@ -238,7 +238,7 @@ async def test_a_refused_connection_is_no_silence() -> None:
     assert known.decode[0].silent_since_s is None
 
 
-async def test_a_stream_of_many_chunks_sets_no_timer_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_of_many_chunks_sets_no_timer_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """One timer for all waits, however many chunks; it still ends a pause."""
     loop, go_on, timers = asyncio.get_running_loop(), asyncio.Event(), []
     real, began_s = loop.call_at, time.monotonic()
@@ -273,8 +273,8 @@ async def test_a_stream_of_many_chunks_sets_no_timer_a_chunk(monkeypatch: pytest
     assert 1 <= len(timers) <= 1 + (time.monotonic() - began_s) / 0.05
 
 
-async def test_a_worker_that_is_only_slow_is_asked_where_there_is_nobody_else() -> None:
-    """A busy machine misses a health check. But not once it must be thought to hang."""
+async def test_a_worker_that_is_only_slow_is_used_if_there_is_no_other() -> None:
+    """A busy machine misses a health check. But a worker that must be assumed to hang is not used."""
     slow = RouterSettings(health_every_s=0.02, health_timeout_s=0.1, hung_after_s=30, restart_wait_s=0)
     d = a_decode()
     async with fleet(a_prefill(), d, settings=slow) as (url, router):

@@ -1,4 +1,4 @@
-"""What a worker answers reaches the official client unchanged, byte for byte; and the account in usage, if asked."""
+"""A worker's answer reaches the official client unchanged, byte for byte; and the account in usage, if asked for."""
 
 import json
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ ASKS: dict[str, Any] = {
 
 
 def writing(body: bytes, every: int = 17) -> Script:
-    """The bytes, in pieces that keep to no border; as a stream if it is one."""
+    """Returns the bytes in pieces that ignore all boundaries; as a stream if it is one."""
 
     async def script(request: web.Request, asked: Asked) -> web.StreamResponse:
         if not asked.body.get("stream"):
@@ -117,7 +117,7 @@ async def test_errors_of_a_worker(who: str, stream: bool) -> None:
     assert caught.value.param == "top_p"
 
 
-async def test_errors_of_the_router_are_read_by_the_client() -> None:
+async def test_errors_of_the_router_are_understood_by_the_client() -> None:
     async with client_of(a_prefill(), a_decode(script=refusing(503))) as (client, _):
         with pytest.raises(openai.InternalServerError, match="no room") as caught:
             await client.completions.create(model="tiny", prompt="x")
@@ -136,8 +136,8 @@ async def test_errors_of_the_router_are_read_by_the_client() -> None:
     ],
     ids=str,
 )
-async def test_what_one_worker_must_answer_alone_goes_to_one(more: dict[str, Any]) -> None:
-    """As a single server gives it: the prompt is computed where its log probabilities are wanted."""
+async def test_a_request_that_one_worker_must_answer_goes_to_one(more: dict[str, Any]) -> None:
+    """It is answered as by a single server: the prompt is computed where its log probabilities are needed."""
     p, d = VllmServer("p", "prefill"), VllmServer("d", "decode")
     async with fleet(p, d) as (url, router):
         response, _ = await post(url, {**BODY, **more})
@@ -150,7 +150,7 @@ async def test_what_one_worker_must_answer_alone_goes_to_one(more: dict[str, Any
 
 
 @pytest.mark.parametrize("more", [{"logprobs": 3}, {"echo": True}, {"stop": ["x"]}, {"n": 3}, {"echo": False}], ids=str)
-async def test_everything_else_is_divided(more: dict[str, Any]) -> None:
+async def test_every_other_request_is_divided(more: dict[str, Any]) -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d) as (url, _):
         response, _ = await post(url, {**BODY, **more})
@@ -163,7 +163,7 @@ async def test_everything_else_is_divided(more: dict[str, Any]) -> None:
 USAGE = {"X-KVFerry-Usage": "1"}
 
 
-async def test_usage_says_how_it_was_served_if_asked() -> None:
+async def test_usage_has_the_account_if_asked() -> None:
     p, d = a_prefill(), a_decode(script=writing(TOOLS))
     async with fleet(p, d) as (url, _):
         _, raw = await post(url, {**ASKS, "stream": True}, "/v1/chat/completions", headers=USAGE)
@@ -196,7 +196,7 @@ async def test_usage_has_the_workers_own_counts() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"no json", b"[]", b'{"usage": null}'])
-async def test_a_body_without_usage_stays_as_it_is(raw: bytes) -> None:
+async def test_a_body_without_usage_is_unchanged(raw: bytes) -> None:
     async with fleet(a_prefill(), a_decode(script=writing(raw))) as (url, _):
         _, received = await post(url, BODY, headers=USAGE)
     assert received == raw

@@ -1,4 +1,4 @@
-"""A router in front of real vLLM servers: its built-in NIXL connectors, and ours; pull and push. Opt-in: minutes."""
+"""A router in front of real vLLM servers: their built-in NIXL connectors, and ours; pull and push. Takes minutes."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def a_body(dice: random.Random, **more: Any) -> dict[str, Any]:
 
 
 def external_tokens(pair: Pair) -> float:
-    """Prompt tokens that decode did not compute: they came through its connector."""
+    """Returns the number of prompt tokens that came to decode through its connector."""
     return pair.decode.metric("vllm:external_prefix_cache_hits_total")
 
 
@@ -65,11 +65,11 @@ async def test_hand_offs_land_and_have_the_right_text(pair: tuple[Pair, str]) ->
         assert (await post(url, {"model": "m", "prompt": [5] * 20, "n": 2, "max_tokens": 2}))[0].status == 200
         assert (await post(url, a_body(dice, prompt_logprobs=1)))[0].headers["x-kvferry-route"] == "local"
         response, raw = await post(url, chat, "/v1/chat/completions")
-        assert response.status in (200, 400), raw  # a model made by script may have no chat template
+        assert response.status in (200, 400), raw  # a model made by a script may have no chat template
         response, raw = await post(url, {**a_body(dice), "temperature": -1})
         assert response.status == 400
         assert "temperature" in json.loads(raw)["error"]["message"]
-    assert routes == (["pull"] * 6 if mode == "pull" else ["pull"] + ["push"] * 5)  # R16: learned, then at once
+    assert routes == (["pull"] * 6 if mode == "pull" else ["pull"] + ["push"] * 5)  # R16: learned first, then at once
 
 
 def text_of(raw: bytes) -> str:

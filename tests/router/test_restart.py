@@ -1,4 +1,4 @@
-"""Every decode worker is down for a moment, as in a restart: requests wait for one to be back, and no longer than that.
+"""Every decode worker is down for a moment, as in a restart: requests wait until one is back, within a limit.
 
 And each refusal has a cause, whatever happened.
 """
@@ -36,12 +36,12 @@ from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 WAITS = RouterSettings(health_every_s=0.02, connect_timeout_s=1.0, restart_wait_s=20.0)
-"""A test that ends within its time did not wait for that long."""
+"""Far longer than a test may take, so a test that ends did not wait for it."""
 SOON = replace(WAITS, restart_wait_s=0.2)
 
 
 async def restart(worker: Worker) -> None:
-    """As another process at the same address."""
+    """Starts another process at the same address."""
     assert worker.info is not None
     worker.info |= {"incarnation": worker.info["incarnation"] + "+", "state": "ready"}
     await worker.start()
@@ -70,7 +70,7 @@ async def test_a_restart_of_every_decode_worker_fails_no_request(mode: str, stre
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_a_decode_worker_that_dies_under_a_request_gets_it_again_when_it_is_back(mode: str) -> None:
-    """Nothing of the answer has gone out, and nothing of the request is left in the process that died."""
+    """Nothing of the answer was sent, and nothing of the request is left in the process that died."""
     p, d = a_prefill(mode=mode), a_decode("d0", mode=mode)
     info = d.info
 
@@ -93,7 +93,7 @@ async def test_a_decode_worker_that_dies_under_a_request_gets_it_again_when_it_i
 
 
 async def test_a_decode_worker_that_refuses_because_it_drains_may_come_back() -> None:
-    """It drains since the last health check: the router learns it by the refusal, asks, and waits."""
+    """It drains since the last health check: the router learns that from the refusal, asks, and waits."""
     d = a_decode("d0")
 
     async def drains(request: web.Request, asked: Asked) -> web.StreamResponse:
@@ -113,7 +113,7 @@ async def test_a_decode_worker_that_refuses_because_it_drains_may_come_back() ->
 
 
 async def test_workers_that_registered_leave_before_they_restart() -> None:
-    """One that registers takes itself out of the fleet: nobody is left of whom to know that it was there."""
+    """A registered worker leaves the fleet by itself, so the fleet forgets that it was there."""
     d = a_decode("d0")
     async with fleet(a_prefill(), d, settings=WAITS) as (url, router):
         router.fleet.remove(router.fleet.decode[0], "it says so")
@@ -133,13 +133,13 @@ async def test_the_wait_is_bounded_and_says_when_to_try_again() -> None:
         assert time.monotonic() - lost_s >= 0.2
         assert (response.status, response.headers["Retry-After"]) == (503, "1")
         assert f"d0 ({d.url}) is down" in json.loads(raw)["error"]["message"]
-        # It counts from when the worker went: who comes later waits no more.
+        # The time counts from when the worker left: later requests wait no longer.
         began_s = time.monotonic()
         assert (await post(url, BODY))[0].status == 503
         assert time.monotonic() - began_s < 0.15
 
 
-async def test_nobody_waits_for_a_worker_that_is_there_and_fails() -> None:
+async def test_no_request_waits_for_a_worker_that_is_there_and_fails() -> None:
     for script in (cutting, refusing(500), refusing(503)):
         async with fleet(a_prefill(), d := a_decode("d0", script), settings=WAITS) as (url, _):
             response, _raw = await post(url, BODY)
@@ -148,7 +148,7 @@ async def test_nobody_waits_for_a_worker_that_is_there_and_fails() -> None:
             assert len(d.asked) == 1
 
 
-async def test_at_most_max_waiting_wait() -> None:
+async def test_at_most_max_waiting_requests_wait() -> None:
     d = a_decode("d0")
     async with fleet(a_prefill(), d, settings=replace(WAITS, max_waiting=1)) as (url, router):
         await d.stop()
@@ -162,11 +162,11 @@ async def test_at_most_max_waiting_wait() -> None:
         assert (await asking)[0].status == 200
 
 
-# ---- a cause for everybody
+# ---- every error has a cause
 
 
-async def test_a_failed_prefill_is_a_cause_when_decode_has_gone_meanwhile() -> None:
-    """Seen once as an error whose text began with a full stop."""
+async def test_a_failed_prefill_is_the_cause_if_decode_has_left_since_then() -> None:
+    """This was once an error whose text began with a full stop."""
     d = a_decode("d0")
 
     async def fails_late(request: web.Request, asked: Asked) -> web.StreamResponse:
@@ -196,7 +196,7 @@ def silent(status: int, body: bytes) -> Script:
     [b"", b"  ", b"{}", b'{"error":{}}', b'{"error":{"message":""}}', b'{"error":{"message":" "}}', b"oops", b"\xff"],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_error_without_a_text_has_a_cause_all_the_same(role: str, body: bytes) -> None:
+async def test_an_error_without_a_text_also_has_a_cause(role: str, body: bytes) -> None:
     script = silent(500, body)
     p, d = a_prefill(script=script if role == "prefill" else prefill_script), a_decode("d0")
     if role == "decode":
@@ -214,12 +214,12 @@ async def test_an_error_without_a_text_has_a_cause_all_the_same(role: str, body:
 
 
 @pytest.mark.parametrize("reason", ["", " "])
-def test_a_failure_always_says_why(reason: str) -> None:
+def test_a_failure_always_has_a_reason(reason: str) -> None:
     worker = RouterWorker("http://h:1", Role.DECODE)
     assert str(WorkerFailed(worker, reason, Outcome.SERVER_ERROR)).endswith("has failed and gave no reason")
 
 
-async def test_a_connection_that_fails_without_a_text_says_what_kind_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_fails_without_a_text_is_named_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuses(*_: object, **__: Any) -> None:
         raise ConnectionRefusedError
 

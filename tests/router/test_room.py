@@ -1,4 +1,4 @@
-"""Room on decode is checked before prefill is given work; short prompts stay with decode; breakers of pairs."""
+"""Room on decode is checked before prefill gets work; short prompts stay with decode; breakers of pairs."""
 
 import asyncio
 import base64
@@ -69,7 +69,7 @@ async def test_the_wait_for_room_ends_with_503_and_retry_after() -> None:
     assert (p.asked, d.asked) == ([], [])
 
 
-async def test_not_more_than_so_many_wait() -> None:
+async def test_at_most_a_given_number_wait() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d, settings=RouterSettings(health_every_s=0.05, max_waiting=0)) as (url, _):
         response, raw = await post(url, IDS)
@@ -77,7 +77,7 @@ async def test_not_more_than_so_many_wait() -> None:
     assert "0 requests wait already" in json.loads(raw)["error"]["message"]
 
 
-async def test_a_client_that_hangs_up_waits_no_longer() -> None:
+async def test_a_client_that_hangs_up_stops_waiting() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
     async with fleet(p, d) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
@@ -87,8 +87,8 @@ async def test_a_client_that_hangs_up_waits_no_longer() -> None:
         await until_async(lambda: router.context.admission.num_waiting == 0)
 
 
-async def test_what_is_promised_is_not_promised_again() -> None:
-    """Ten requests at once, and room for two: no report comes in between."""
+async def test_reserved_room_is_not_given_twice() -> None:
+    """Ten requests come at once, and there is room for two; no report comes in between."""
     p, d = a_prefill(script=hanging), with_room(a_decode(), 15)
     async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(10)]
@@ -98,14 +98,14 @@ async def test_what_is_promised_is_not_promised_again() -> None:
         await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def test_a_prompt_that_no_cache_can_hold_is_decodes_to_refuse() -> None:
+async def test_a_prompt_that_no_cache_can_hold_is_refused_by_decode() -> None:
     p, d = a_prefill(), with_room(a_decode(script=refusing(400)), 4, blocks=4)
     async with fleet(p, d) as (url, _):
         response, _ = await post(url, IDS)
     assert response.status == 400
 
 
-async def test_short_prompts_stay_with_decode_visibly() -> None:
+async def test_short_prompts_stay_with_decode_with_the_reason() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d, settings=RouterSettings(health_every_s=0.05, local_below="50")) as (url, router):
         short, _ = await post(url, {**BODY, "prompt": [5] * 49})
@@ -117,7 +117,7 @@ async def test_short_prompts_stay_with_decode_visibly() -> None:
 
 
 async def test_a_long_prompt_that_decode_has_cached_is_short() -> None:
-    """Prefill tells the prompt's blocks once; then decode says that it has them."""
+    """Prefill reports the prompt's blocks once; then decode reports that it has them."""
     p, d = a_prefill(script=telling_blocks), a_decode()
     assert p.info is not None
     p.info |= {"abilities": ["prompt-blocks"], "limits": {"block_tokens": 16, "blocks": 10}}
@@ -138,7 +138,7 @@ BLOCKS = b"".join(i.to_bytes(8, "big") for i in range(62))
 
 
 async def telling_blocks(request: web.Request, asked: Asked) -> web.StreamResponse:
-    """A thousand tokens, a byte each."""
+    """Returns a prompt of a thousand tokens of one byte each."""
     return web.json_response({
         "choices": [{"finish_reason": "length", "text": "a"}], "usage": {"prompt_tokens": 1000},
         "kv_transfer_params": {"remote_engine_id": "p0"}, "prompt_blocks": base64.b64encode(BLOCKS).decode(),
@@ -146,7 +146,7 @@ async def telling_blocks(request: web.Request, asked: Asked) -> web.StreamRespon
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_prefix_aware_choice_by_what_workers_tell(role: str) -> None:
+async def test_prefix_aware_choice_by_workers_reports(role: str) -> None:
     workers = [a_prefill("p0", telling_blocks), a_decode("d0")]
     workers.append(a_prefill("p1", telling_blocks) if role == "prefill" else a_decode("d1"))
     for worker in workers:
@@ -166,7 +166,7 @@ async def test_prefix_aware_choice_by_what_workers_tell(role: str) -> None:
     assert len(has.asked) - before == 6
 
 
-async def test_a_threshold_that_is_measured() -> None:
+async def test_a_measured_threshold() -> None:
     """Prefill takes 1 ms a 10 tokens; the hand-off costs some more: `auto` finds from where it pays."""
 
     async def slow(request: web.Request, asked: Asked) -> web.StreamResponse:
@@ -192,7 +192,7 @@ async def test_a_threshold_that_is_measured() -> None:
 
 
 def counted(script: Any) -> Any:
-    """Prefill says how many tokens it computed."""
+    """Prefill reports how many tokens it computed."""
 
     async def script_with_usage(request: web.Request, asked: Asked) -> web.StreamResponse:
         await script(request, asked)
@@ -206,7 +206,7 @@ def counted(script: Any) -> Any:
 
 
 async def recomputing(request: web.Request, asked: Asked) -> web.StreamResponse:
-    """Decode that was handed nothing."""
+    """A decode worker that reports that nothing was handed over."""
     headers = {"x-kvferry-handed-over": "0", "x-kvferry-recomputed": "6", "x-kvferry-why": "p0 is unreachable"}
     return web.json_response({"choices": [{"text": "ab"}]}, headers=headers)
 
@@ -222,7 +222,7 @@ async def test_a_pair_whose_hand_offs_fail_is_left_alone_and_its_workers_pair_wi
             view = await (await session.get(f"{url}/v1/kvferry")).json()
             metrics = await (await session.get(f"{url}/metrics")).text()
     assert seen.count(("d0", "pull")) == 2
-    assert ("d0", "alone") in seen  # it still serves, by itself
+    assert ("d0", "alone") in seen  # it still serves alone
     assert ("d1", "pull") in seen[4:]
     pair = next(pair for pair in view["pairs"] if pair["decode"] == "d0")
     assert (pair["failed"], pair["breaker"], pair["last_why"]) == (2, "open", "p0 is unreachable")
@@ -230,7 +230,7 @@ async def test_a_pair_whose_hand_offs_fail_is_left_alone_and_its_workers_pair_wi
     assert 'kvferry_router_pair_handoffs_total{decode="d0",outcome="failed",prefill="p0"} 2.0' in metrics
 
 
-async def test_a_worker_that_fails_again_and_again_is_left_alone_but_not_by_errors_of_clients() -> None:
+async def test_a_worker_that_fails_repeatedly_is_left_alone_except_for_errors_of_clients() -> None:
     settings = RouterSettings(health_every_s=0.05, breaker_failures=2, breaker_open_s=60.0)
     bad, good = a_prefill("p0", refusing(500)), a_prefill("p1")
     async with fleet(bad, good, a_decode(), settings=settings) as (url, _):
@@ -262,7 +262,7 @@ async def test_a_restart_closes_the_breaker() -> None:
     assert response.headers["x-kvferry-route"] == "pull"
 
 
-async def test_with_every_decode_left_alone_one_is_tried_all_the_same() -> None:
+async def test_if_every_decode_is_left_alone_one_is_tried() -> None:
     settings = RouterSettings(health_every_s=0.05, breaker_failures=1, breaker_open_s=60.0)
     d = a_decode(script=refusing(500))
     async with fleet(a_prefill(), d, settings=settings) as (url, _):
@@ -286,8 +286,8 @@ async def test_the_alarm_is_in_health_and_metrics() -> None:
     assert "kvferry_router_decode_only_alarm 1.0" in metrics
 
 
-async def test_room_that_is_freed_is_seen_at_once() -> None:
-    """Health checks are far apart; the end of a request is enough."""
+async def test_freed_room_is_seen_at_once() -> None:
+    """Health checks are rare; the end of a request is enough."""
     p, d = a_prefill(), with_room(a_decode(), 8)
     go_on = asyncio.Event()
 
@@ -317,10 +317,10 @@ async def test_a_request_goes_to_workers_of_its_model() -> None:
             response, _ = await post(url, {**BODY, "model": model, "max_tokens": 1})
             assert response.headers["x-kvferry-prefill"] == prefill
         response, _ = await post(url, {**BODY, "model": "nobody's"})
-        assert response.status == 200  # a real worker says 404
+        assert response.status == 200  # a real worker answers 404
 
 
-async def test_an_engine_hands_nothing_to_itself() -> None:
+async def test_an_engine_does_not_hand_over_to_itself() -> None:
     p, d = a_prefill("same"), a_decode("same")
     async with fleet(p, d) as (url, _):
         response, _ = await post(url, BODY)

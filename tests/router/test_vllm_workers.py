@@ -1,4 +1,4 @@
-"""In front of stock vLLM servers: mode and address are learned from what prefill returns, never guessed (R15, R16)."""
+"""In front of stock vLLM servers: mode and address are learned from prefill's parameters, never guessed (R15, R16)."""
 
 import asyncio
 import json
@@ -44,9 +44,9 @@ async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_on
     p, d = a_pair("push")
     async with fleet(p, d) as (url, router):
         mode_at_first = router.fleet.prefill[0].mode
-        assert mode_at_first is None  # nothing that it says tells it
+        assert mode_at_first is None  # nothing in its description shows it
         first, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
-        assert (first.status, first.headers["x-kvferry-route"]) == (200, "pull")  # P then D: known to work with both
+        assert (first.status, first.headers["x-kvferry-route"]) == (200, "pull")  # P then D, which works with both
         assert router.fleet.prefill[0].mode is TransferMode.PUSH
         second, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
         _third, _ = await post(url, BODY, path, headers={"X-Request-Id": "r1"})
@@ -65,7 +65,7 @@ async def test_push_is_learned_from_the_first_answer_and_then_goes_to_both_at_on
     assert {name: params[name] for name in expected} == expected
 
 
-async def test_a_restart_is_learned_anew() -> None:
+async def test_a_restart_is_learned() -> None:
     p, d = a_pair("push")
     async with fleet(p, d) as (url, router):
         await post(url, BODY)
@@ -77,17 +77,17 @@ async def test_a_restart_is_learned_anew() -> None:
         assert response.headers["x-kvferry-route"] == "push"
 
 
-async def test_a_restart_that_was_not_seen_yet_does_not_leave_decode_waiting() -> None:
+async def test_an_unnoticed_restart_does_not_leave_decode_waiting() -> None:
     p, d = a_pair("push")
     async with fleet(p, d) as (url, _):
         await post(url, BODY)
-        p.name = "engine-new"  # the same start time: only its parameters tell
+        p.name = "engine-new"  # the same start time: only its parameters show it
         d.partner = p
         response, _ = await asyncio.wait_for(post(url, BODY), 5)
     assert response.status == 200
 
 
-async def test_what_a_vllm_server_says_of_itself() -> None:
+async def test_the_view_of_a_vllm_server() -> None:
     p, d = a_pair("pull")
     d.running, d.waiting, d.usage = 3, 1, 0.5
     async with fleet(p, d) as (url, router), aiohttp.ClientSession() as session:
@@ -122,7 +122,7 @@ async def test_several_choices_are_not_handed_over_to_vllm() -> None:
     assert "kv_transfer_params" not in d.asked[0].body
 
 
-async def test_a_fleet_of_both_serves_each_with_its_own() -> None:
+async def test_a_mixed_fleet_pairs_each_kind_with_its_own() -> None:
     ours = [a_prefill("p0"), a_decode("d0")]
     theirs = a_pair("pull")
     async with fleet(*ours, *theirs) as (url, _):
@@ -134,7 +134,7 @@ async def test_a_fleet_of_both_serves_each_with_its_own() -> None:
     assert pairs == {("p0", "d0"), ("engine-p", "vllm")}
 
 
-async def test_prefills_own_token_is_no_answer_of_vllm() -> None:
+async def test_prefills_own_token_is_not_the_answer_for_vllm() -> None:
     """For some models it leaves the prompt's end to decode, so its token comes from a shortened prompt."""
     p, d = a_pair("pull")
     p.finish = "stop"
@@ -144,7 +144,7 @@ async def test_prefills_own_token_is_no_answer_of_vllm() -> None:
     assert len(d.asked) == 1
 
 
-async def test_where_vllm_tells_no_reason_the_client_is_told_where_one_is() -> None:
+async def test_if_vllm_gives_no_reason_the_client_learns_where_to_find_it() -> None:
     p, d = a_pair("pull")
     async with fleet(p, d) as (url, _):
         for text, more in (("Internal server error", "its log does"), ("no room", "")):
@@ -156,7 +156,7 @@ async def test_where_vllm_tells_no_reason_the_client_is_told_where_one_is() -> N
             assert ("its log does" in message) is bool(more)
 
 
-def test_metrics_of_vllm() -> None:
+def test_metrics_of_vllm_are_read() -> None:
     text = b"""vllm:num_requests_running{engine="0"} 2.0
 vllm:num_requests_running{engine="1"} 3.0
 vllm:kv_cache_usage_perc{engine="0"} NaN

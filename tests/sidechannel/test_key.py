@@ -11,7 +11,7 @@ from kvferry.settings import SideChannelSettings
 from kvferry.sidechannel.shared_key import is_loopback, load_key, new_key, require_key
 
 
-def test_a_new_key_is_for_its_owner_only(tmp_path: Path) -> None:
+def test_a_new_key_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     made = new_key(tmp_path / "key")
     assert stat.S_IMODE((tmp_path / "key").stat().st_mode) == 0o600
     assert load_key(SideChannelSettings(key_file=str(tmp_path / "key"))) == made
@@ -45,19 +45,19 @@ def test_where_the_key_comes_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "kvferry-key-1:short", "x" * 40, "kvferry-key-1:" + "~" * 40, "\x00\xff", "kvferry-key-1:" + "#" * 40]
 )
-def test_text_that_is_no_key(text: str, tmp_path: Path) -> None:
+def test_invalid_text_is_no_key(text: str, tmp_path: Path) -> None:
     (tmp_path / "key").write_text(text)
     with pytest.raises(ConfigError, match=r"holds no kvferry key.*kvferry key new FILE") as caught:
         load_key(SideChannelSettings(key_file=str(tmp_path / "key")))
     assert not {"~~~", "###"} & {str(caught.value)[i : i + 3] for i in range(999)}  # most of a secret may be in it
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_command_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Make one: kvferry key new .*nothing"):
         load_key(SideChannelSettings(key_file=str(tmp_path / "nothing")))
 
 
-def test_a_key_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_that_others_can_read_causes_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     new_key(tmp_path / "key")
     (tmp_path / "key").chmod(0o644)
     load_key(SideChannelSettings(key_file=str(tmp_path / "key")))

@@ -1,4 +1,4 @@
-"""What a refused peer leaves behind: nothing. R24."""
+"""A refused peer leaves nothing behind. R24."""
 
 import logging
 import time
@@ -30,8 +30,8 @@ MOST_GROWTH_BYTES = 4 << 20
 
 
 def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:  # R24
-    """Over the real side channel, each on a connection of its own; refused by the facts, on both sides."""
-    caplog.set_level(logging.CRITICAL, "kvferry")  # what pytest keeps of the log is not what we leave behind
+    """They run over the real side channel, each on a separate connection, and both sides refuse by the facts."""
+    caplog.set_level(logging.CRITICAL, "kvferry")  # what pytest keeps of the log is no leak
     handshaker = Handshaker(side("p0"), max_peers=64)
     given = settings(max_handshakes_per_s=1e6)
     asker = Handshaker(
@@ -44,7 +44,7 @@ def test_a_thousand_refused_handshakes_leave_nothing_behind(caplog: pytest.LogCa
             for _ in range(num):
                 assert shake(asker, client, "p0", server.port) == "refused"
 
-        refuse(200)  # libraries take what they keep for ever
+        refuse(200)  # libraries keep some memory for ever
         until(lambda: server.stats().connections == 0, "closed connections")
         before = num_descriptors(), num_threads(), resident_bytes()
         refuse(NUM_REFUSED)
@@ -63,7 +63,7 @@ def test_a_refusal_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records if "kv.dtype" in record.getMessage()] == ["WARNING"]
 
 
-def test_refused_strangers_fill_no_book() -> None:  # R24
+def test_refused_strangers_do_not_fill_the_peer_table() -> None:  # R24
     handshaker = Handshaker(side("p0"), max_peers=64)
     for index in range(NUM_REFUSED):
         stranger = side(f"stranger-{index}", role=Role.DECODE, kv_dtype="fp8")

@@ -54,7 +54,7 @@ def test_without_a_key_only_loopback_is_asked() -> None:
     assert "refusing to connect to it" in str(result)
 
 
-def test_a_port_that_is_taken_names_the_setting() -> None:
+def test_a_port_in_use_is_reported_with_its_setting() -> None:
     with (
         listening(echo) as server,
         pytest.raises(ConfigError, match=rf"side_channel\.port={server.port} cannot be bound"),
@@ -89,7 +89,7 @@ def test_a_wrong_key_never_reaches_the_handler(key: str, tmp_path: Path) -> None
     assert calls == [b"hello"]
 
 
-def test_who_knows_only_the_public_half_is_denied(tmp_path: Path) -> None:
+def test_a_client_with_only_the_public_key_is_denied(tmp_path: Path) -> None:
     key = new_key(tmp_path / "key")
     public, secret = zmq.curve_keypair()
     with (
@@ -120,8 +120,8 @@ def test_more_connections_than_max_peers_are_denied() -> None:
         assert server.stats().answered == 2
 
 
-def test_a_good_peer_comes_in_once_strangers_have_gone() -> None:
-    """Connections that say nothing fill the listener; who was turned away for that is not turned away for ever."""
+def test_a_good_peer_is_accepted_after_strangers_have_left() -> None:
+    """Silent connections fill the listener; a peer that was denied for that is accepted later."""
     with listening(echo, settings(max_peers=2)) as server, asking() as client, ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -177,7 +177,7 @@ def test_messages_that_are_too_long_are_cut_off() -> None:
         assert good.ask("127.0.0.1", server.port, b"x" * 3000) == b"echo " + b"x" * 3000
 
 
-def test_answers_that_are_not_answers_are_malformed() -> None:
+def test_invalid_answers_are_malformed() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router, asking() as client:
         router.linger = 0
         port = router.bind_to_random_port("tcp://127.0.0.1")
@@ -187,10 +187,10 @@ def test_answers_that_are_not_answers_are_malformed() -> None:
         assert isinstance(collect(client, 1)[5], MalformedMessage)
 
 
-def test_a_dead_peer_delays_nobody() -> None:
-    """Thirty dead and one alive: the living one's answer does not wait for the dead ones' time."""
+def test_a_dead_peer_delays_no_other_peer() -> None:
+    """With thirty dead peers and a living one, the living one's answer does not wait for the others' timeouts."""
     with socket.socket() as dead:
-        dead.bind(("127.0.0.1", 0))  # bound, not listening
+        dead.bind(("127.0.0.1", 0))  # bound, but not listening
         with listening(echo) as server, asking(settings(timeout_s=5.0)) as client:
             for token in range(30):
                 client.ask_nowait("127.0.0.1", dead.getsockname()[1], b"x", token)
@@ -208,14 +208,14 @@ def test_more_questions_than_sockets_wait_their_turn() -> None:
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 0), ("127.0.0.1", 70000), ("127.0.0.1", -1)])
-def test_a_port_that_is_none_is_an_error_not_a_crash(host: str, port: int) -> None:
+def test_an_invalid_port_is_an_error_and_not_a_crash(host: str, port: int) -> None:
     with asking() as client:
         client.ask_nowait(host, port, b"x", 1)
         assert isinstance(collect(client, 1)[1], ConfigError)
 
 
 @pytest.mark.parametrize("host", ["", "no such host!", "127.0.0.1:99", "x" * 300])
-def test_a_host_that_is_none_is_an_error_not_a_crash(host: str, tmp_path: Path) -> None:
+def test_an_invalid_host_is_an_error_and_not_a_crash(host: str, tmp_path: Path) -> None:
     new_key(tmp_path / "key")
     with asking(settings(timeout_s=0.3, key_file=str(tmp_path / "key"))) as client:
         client.ask_nowait(host, 5600, b"x", 1)

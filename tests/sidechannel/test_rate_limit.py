@@ -16,7 +16,7 @@ def test_addresses_do_not_share() -> None:
     assert [limit.allow(address, 0.0) for address in ("a", "a", "a", "b")] == [True, True, False, True]
 
 
-def test_below_one_a_second() -> None:
+def test_rates_below_one_per_second() -> None:
     limit = RateLimit(0.1)
     assert limit.allow("a", 0.0)
     assert not limit.allow("a", 5.0)

@@ -1,11 +1,11 @@
-"""Faults of ours that the simulator found; each as a small test."""
+"""Our own faults that the simulator found, each as a small test."""
 
 from kvferry.settings import TransferMode
 from tests.harness.handoff_pair import QUARANTINE_S, STANDSTILL_S, TTL_S, Pair
 
 
 def test_the_quarantine_counts_from_when_decode_could_act() -> None:
-    """Both sides stood still past lease and quarantine, with a write in flight: waking up is not the end of it."""
+    """Both sides were suspended beyond lease and quarantine, with a write in flight: resuming is not the end of it."""
     pair = Pair(TransferMode.PUSH)
     pair.want("t")
     pair.deliver()
@@ -25,7 +25,7 @@ def test_the_quarantine_counts_from_when_decode_could_act() -> None:
 
 
 def test_a_silent_writer_loses_its_connection_before_its_blocks_are_given_away() -> None:
-    """It may hang in a write; where the wire can, closing our end stops it."""
+    """It may hang in a write; if the wire allows it, closing our end stops that write."""
     pair = Pair(TransferMode.PUSH)
     pair.want("t")
     pair.deliver()

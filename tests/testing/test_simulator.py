@@ -1,4 +1,4 @@
-"""The protocol in simulated worlds: no invariant breaks; each mutant is found; a seed says everything."""
+"""The protocol in simulated worlds: no invariant breaks, each mutant is found, and a seed determines everything."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from kvferry.testing.simulator.world import World
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_invariant_breaks(seed: int) -> None:
-    """I1 to I6, over both modes, 1 to 8 ranks a side, and every kind of fault."""
+    """I1 to I6, over both modes, 1 to 8 ranks per side, and every kind of fault."""
     World(make_scenario(seed)).run()
 
 
@@ -35,7 +35,7 @@ def test_worlds_differ_as_they_should() -> None:
     assert sum(scenario.calm for scenario in scenarios) > 300
 
 
-def test_most_handoffs_land_and_a_seed_says_everything() -> None:
+def test_most_handoffs_land_and_a_seed_determines_everything() -> None:
     first, again = World(make_scenario(11)), World(make_scenario(11))
     first.run()
     again.run()
@@ -47,7 +47,7 @@ def test_most_handoffs_land_and_a_seed_says_everything() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_each_mutant_is_caught(name: str) -> None:
-    """What the simulator would find if the protocol had this fault; within 10^5 hand-offs."""
+    """What the simulator would find if the protocol had this fault, within 10^5 hand-offs."""
     result = simulate(100_000, 1, jobs=2, mutant=name)
     assert result.found, f"{name} was not caught in {result.handoffs} hand-offs"
 
@@ -55,7 +55,7 @@ def test_each_mutant_is_caught(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_handoffs_from_a_fresh_seed() -> None:
-    """What CI runs; on failure the output has the seed, the shortest scenario that was found, and its trace."""
+    """CI runs this; a failure prints the seed, the shortest scenario that was found, and its trace."""
     command = [sys.executable, "-m", "kvferry", "sim", "--runs", "100000", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stderr)  # noqa: T201 - the seed, for whoever has to find it again
@@ -65,7 +65,7 @@ def test_a_hundred_thousand_handoffs_from_a_fresh_seed() -> None:
     assert result["violations"] == 0
 
 
-def test_a_violation_shrinks_to_a_short_trace_that_fails_alike() -> None:
+def test_a_violation_shrinks_to_a_short_trace_that_fails_in_the_same_way() -> None:
     prepare = prepare_of("confirm-before-write")
     seed = next(seed for seed in range(100) if failure_of(make_scenario(seed), prepare))
     scenario = make_scenario(seed)
@@ -82,8 +82,8 @@ def test_a_violation_shrinks_to_a_short_trace_that_fails_alike() -> None:
     assert failure_of(smaller, prepare_of(None)) is None, "the protocol itself does not fail there"
 
 
-def test_a_memory_that_is_freed_twice_is_noticed() -> None:
-    """The watchman is watched too."""
+def test_a_memory_that_is_freed_twice_is_detected() -> None:
+    """The checks themselves are checked too."""
     world = World(replace(make_scenario(0), jobs=()))
     world.start_engine(world.prefills[0], True, 1)
     memory = world.slots[world.prefills[0]].memory

@@ -1,4 +1,4 @@
-"""Both transports, and NIXL between two processes, do all that the port says. R12, R21, R27."""
+"""Both transports, and NIXL between two processes, satisfy the contract of the port. R12, R21, R27."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -37,14 +37,14 @@ class TestNixlInOneProcess(TransportSuite):
 
 @pytest.mark.process
 class TestNixlBetweenProcesses(TransportSuite):
-    """The far ends each live in a process, which is kept from test to test, with a new transport and new memory."""
+    """The remote ends run in processes, which are kept between tests and get new transports and memory each time."""
 
     processes: ClassVar[dict[PeerName, ProcessEnd]]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _processes(cls) -> Iterator[None]:
-        # Before the first test: no test starts a process that outlives it.
+        # Before the first test, so that no test starts a process that outlives it.
         cls.processes = {name: ProcessEnd("nixl", name, (64,)) for name in (REMOTE, THIRD)}
         yield
         for end in cls.processes.values():

@@ -1,4 +1,4 @@
-"""The memory transport is strict, and fails if a test asks for it."""
+"""The memory transport is strict, and fails when a test asks for it."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_a_source_that_is_reused_early_arrives_wrong(pair: tuple[LocalEnd, Local
     local, remote = pair
     local.fill(0, b"right")
     local.transport.post(REMOTE, WRITE, [runs([0], [0], [5])])
-    local.fill(0, b"wrong")  # before the completion: a mistake of the caller, and it must show
+    local.fill(0, b"wrong")  # before the completion: a mistake of the caller, which must become visible
     local.transport.poll()
     assert remote.read(0, 0, 5) == b"wrong"
 
@@ -64,7 +64,7 @@ def test_a_failed_transfer_leaves_poison(hub: MemoryHub, pair: tuple[LocalEnd, L
     assert local.read(0, 100, 50) == bytes([POISON]) * 50
 
 
-def test_held_transfers_end_when_they_are_let_go(hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd]) -> None:
+def test_held_transfers_end_when_they_are_released(hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd]) -> None:
     local, _ = pair
     hub.faults.hold = True
     local.transport.post(REMOTE, READ, [runs([0], [0], [100])])
@@ -81,7 +81,7 @@ def test_a_delay_counts_polls(hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd]) -
 
 
 @pytest.mark.parametrize("lost", [LOCAL, REMOTE])
-def test_a_lost_peer_ends_held_transfers_and_is_lost_for_good(
+def test_a_lost_peer_ends_held_transfers_and_stays_lost(
     hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd], lost: PeerName
 ) -> None:
     local, remote = pair
@@ -117,7 +117,7 @@ def test_a_hook_can_lose_the_peer_at_the_moment_of_the_post(hub: MemoryHub, pair
         local.transport.post(REMOTE, READ, [runs([0], [0], [100])])
 
 
-def test_memory_that_a_peer_let_go_of_is_not_touched(hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd]) -> None:
+def test_memory_that_a_peer_has_deregistered_is_not_touched(hub: MemoryHub, pair: tuple[LocalEnd, LocalEnd]) -> None:
     local, remote = pair
     hub.faults.hold = True
     local.transport.post(REMOTE, WRITE, [runs([0], [0], [100])])

@@ -1,4 +1,4 @@
-"""Messages come out in the order in which they went in, and a stranger cannot fill our memory."""
+"""Messages come out in the order in which they were sent, and a stranger cannot fill our memory."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Transports are found by name, late, and a missing package says how to install it."""
+"""Transports are found by name, and imported late; a missing package is reported with the command to install it."""
 
 import sys
 
@@ -21,7 +21,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         make_transport("rdma", PeerName("a"))
 
 
-def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kvferry.transport.nixl.nixl", "kvferry.transport.nixl.nixl_errors", "nixl"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "nixl", None)

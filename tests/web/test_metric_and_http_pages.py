@@ -1,4 +1,4 @@
-"""The reference pages name what the code has."""
+"""The reference pages name everything that the code has."""
 
 import re
 

@@ -31,7 +31,7 @@ def test_served_comes_from_the_engines_records() -> None:
     }
 
 
-def test_headers_of_an_ordinary_request_leave_out_what_is_not() -> None:
+def test_headers_of_an_ordinary_request_leave_out_what_does_not_apply() -> None:
     assert set(Served.of(None, None, decode="d").headers()) == {
         "x-kvferry-handed-over",
         "x-kvferry-cached",
@@ -40,7 +40,7 @@ def test_headers_of_an_ordinary_request_leave_out_what_is_not() -> None:
     }
 
 
-def test_a_reason_cannot_smuggle_a_header() -> None:
+def test_a_reason_cannot_add_a_header() -> None:
     assert header_value("a\r\nSet-Cookie: x\u00e9") == "a??Set-Cookie: x?"
     assert len(header_value("x" * 5000)) == 400
 
@@ -66,6 +66,6 @@ def test_addresses() -> None:
     assert url_of("::1", 80) == "http://[::1]:80"
 
 
-def test_a_ready_file_that_cannot_be_written_says_so() -> None:
+def test_a_ready_file_that_cannot_be_written_is_reported() -> None:
     with pytest.raises(ConfigError, match="--ready-file '/nowhere/x' cannot be written: No such file or directory"):
         announce("/nowhere/x", url="u")

@@ -38,7 +38,7 @@ def test_unknown_names_are_skipped() -> None:
 
 
 def test_the_schema_is_frozen() -> None:  # R8
-    """Never edit: an envelope that only one release can read is no envelope."""
+    """Never edit this: an envelope that only one release can read is useless."""
     assert Envelope.__struct_fields__ == tuple(GOOD)
     assert [str(kind) for kind in Kind] == ["ask", "accept", "again", "refuse", "busy"]
 

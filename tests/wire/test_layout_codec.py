@@ -119,14 +119,14 @@ def test_a_file_holds_all_ranks(tmp_path: Path, name: str) -> None:
     assert load_layouts(tmp_path / name) == ranks
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the layout file"):
         load_layouts(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.kvl"])
 @pytest.mark.parametrize("body", [b"", b"{}", b"[1]", b"\x80", b'{"kvferry_layouts": []}', b"\xff\xfe"])
-def test_another_file(tmp_path: Path, name: str, body: bytes) -> None:
+def test_another_kind_of_file_is_refused(tmp_path: Path, name: str, body: bytes) -> None:
     (tmp_path / name).write_bytes(body)
     with pytest.raises(MalformedMessage, match="layout file"):
         load_layouts(tmp_path / name)

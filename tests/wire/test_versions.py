@@ -1,4 +1,4 @@
-"""Bytes of every protocol version, kept for ever; ranges and their common version. R8, R9, R11."""
+"""The bytes of every protocol version, kept for ever; ranges and their common version. R8, R9, R11."""
 
 import pytest
 
@@ -46,7 +46,7 @@ V2 = Hello(
 
 def test_version_1_is_still_read_and_written() -> None:  # R9
     assert decode_hello(bytes.fromhex(HELLO_V1), 1) == V1
-    assert encode_hello(V2, 1) == bytes.fromhex(HELLO_V1)  # it has no words for what is new
+    assert encode_hello(V2, 1) == bytes.fromhex(HELLO_V1)  # it has no field for what is new
 
 
 def test_version_2_is_read_and_written() -> None:  # R9
@@ -54,7 +54,7 @@ def test_version_2_is_read_and_written() -> None:  # R9
     assert encode_hello(V2, 2) == bytes.fromhex(HELLO_V2)
 
 
-def test_the_versions_differ_for_real() -> None:  # R9
+def test_the_versions_really_differ() -> None:  # R9
     with pytest.raises(MalformedMessage, match="handshake payload, version 1: "):
         decode_hello(bytes.fromhex(HELLO_V2), 1)
     with pytest.raises(MalformedMessage, match="handshake payload, version 2: "):
@@ -96,13 +96,13 @@ def test_every_version_has_a_line_of_history() -> None:  # R9
         (ProtocolRange(1, 2), (0, 0), None),
     ],
 )
-def test_the_highest_common_version_is_spoken(
+def test_the_highest_common_version_is_used(
     ours: ProtocolRange, theirs: tuple[int, int], common: int | None
 ) -> None:  # R11
     assert common_protocol(ours, *theirs) == common
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (2, 1), (1, PROTOCOL_MAX + 1)])
-def test_a_range_that_we_cannot_speak_is_refused(oldest: int, newest: int) -> None:
+def test_a_range_that_we_cannot_use_is_refused(oldest: int, newest: int) -> None:
     with pytest.raises(ConfigError, match=r"set --protocol-max \(side_channel\.protocol_max\)"):
         ProtocolRange(oldest, newest)

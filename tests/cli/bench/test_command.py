@@ -1,4 +1,4 @@
-"""`kvferry bench` hands on to the module of that name; `all` gathers JSON with the environment."""
+"""`kvferry bench` calls the module of that name; `all` collects JSON with the environment."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ def test_an_unknown_benchmark_is_a_usage_error(capsys: pytest.CaptureFixture[str
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_all_writes_a_file_each_and_goes_on_after_a_failure(
+def test_all_writes_one_file_each_and_continues_after_a_failure(
     fake: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[list[str]] = []

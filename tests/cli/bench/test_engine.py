@@ -1,4 +1,4 @@
-"""`kvferry bench engine` on a tiny model: it runs, counts, and writes what it should. No figure is judged."""
+"""`kvferry bench engine` on a tiny model: it runs, counts, and writes what it should. No figure is checked."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_one_object_a_line_and_a_file_with_the_environment(tiny: Path, tmp_path: Path) -> None:
+def test_one_object_per_line_and_a_file_with_the_environment(tiny: Path, tmp_path: Path) -> None:
     sizes = ("--prompt-tokens", "8", "--new-tokens", "3", "--batches", "1", "2", "--repeats", "1")
     result = _bench("--model", str(tiny), "--dtypes", "float32", "--json", "--out", str(tmp_path), *sizes)
     assert result.returncode == 0, result.stderr
@@ -28,7 +28,7 @@ def test_one_object_a_line_and_a_file_with_the_environment(tiny: Path, tmp_path:
     assert {"cpu", "cores", "packages"} <= set(recorded["environment"])
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
     for arguments, message in (
         (("--model", str(tmp_path / "none")), "there is no model at"),
         (("--vllm-python", str(tmp_path / "none")), "--vllm-python="),

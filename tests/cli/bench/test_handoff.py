@@ -1,4 +1,4 @@
-"""`kvferry bench handoff` measures real hand-offs between real processes, and says what it was asked to say."""
+"""`kvferry bench handoff` measures real hand-offs between real processes, and prints what it was asked for."""
 
 import json
 import os
@@ -20,7 +20,7 @@ KEYS = {
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_row_a_mode_and_prompt(tmp_path: Path) -> None:
+def test_one_row_per_mode_and_prompt(tmp_path: Path) -> None:
     tiny = make_tiny_model(tmp_path / "llama")
     command = [sys.executable, "-m", "kvferry", "bench", "handoff", "--json", "--model", str(tiny), "--threads", "1",
                "--prompts", "64", "200", "--repeats", "1", "--mib", "16"]  # fmt: skip
@@ -37,7 +37,7 @@ def test_a_row_a_mode_and_prompt(tmp_path: Path) -> None:
         assert all(row[key] > 0 for key in KEYS - {"mode"}), row
 
 
-def test_wrong_numbers_are_told_before_anything_starts(tmp_path: Path) -> None:
+def test_wrong_numbers_are_reported_before_anything_starts(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvferry", "bench", "handoff", "--repeats", "0"],
         capture_output=True, text=True, timeout=60, check=False,

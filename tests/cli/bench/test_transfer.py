@@ -25,7 +25,7 @@ def test_every_case_pairs_and_moves_the_same_bytes(key: str) -> None:
 
 
 @pytest.mark.process
-def test_bench_transfer_prints_an_object_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_transfer_prints_one_object_per_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfer", "--mib", "4", "--repeats", "1", "--case", "a", "d", "--json"]) == ExitCode.OK
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["case"] for row in rows] == ["a", "d"]
@@ -63,7 +63,7 @@ def test_a_dry_run_keeps_the_old_calibration(
     assert str(calibration_path()) in capsys.readouterr().out
 
 
-def test_a_place_that_cannot_be_written_is_found_before_measuring(
+def test_a_path_that_cannot_be_written_is_found_before_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("in the way")

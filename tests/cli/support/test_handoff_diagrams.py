@@ -1,4 +1,4 @@
-"""The state diagrams of the page on hand-offs are those of the tables."""
+"""The state diagrams on the page about hand-offs are those of the transition tables."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def test_the_committed_page_has_the_diagrams_of_the_tables() -> None:
     assert (DOCS / HANDOFF_PAGE).read_text() == handoff_page(), "out of date: make docs"
 
 
-def test_diagrams_that_are_out_of_date_are_made_anew() -> None:
+def test_diagrams_that_are_out_of_date_are_rewritten() -> None:
     page = handoff_page()
     stale = page.replace("    [*] --> ", "    [*] --> nowhere, once ")
     assert stale != page

@@ -74,7 +74,7 @@ def test_every_flag_of_a_setting_is_on_the_page() -> None:
     assert [flag.name for flag in FLAGS if f"| `--{flag.name}` |" not in page] == []
 
 
-def test_the_sample_refusal_is_what_two_engines_say() -> None:
+def test_the_sample_refusal_is_a_real_one() -> None:
     sample = re.search(r"```text\n(.*?)\n```", compatibility_page(), re.DOTALL)
     assert sample is not None
     prefill = facts(speculation=None)
@@ -88,7 +88,7 @@ def test_every_class_of_settings_is_on_the_page() -> None:
     assert classes <= {cls for _, cls in SETTINGS}
 
 
-def test_a_field_without_a_text_is_noticed() -> None:
+def test_a_field_without_a_text_is_found() -> None:
     assert field_texts(_Unexplained) == {"explained": "This one is."}
 
 

@@ -33,14 +33,14 @@ def supervisor(lines: Lines) -> Supervisor:
 
 
 def exists(pid: int) -> bool:
-    """A process, and not a zombie."""
+    """Returns whether this is a process and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
 
-async def test_children_get_ports_of_their_own_and_end_with_the_context(lines: Lines) -> None:
+async def test_children_get_their_own_ports_and_end_with_the_context(lines: Lines) -> None:
     async with supervisor(lines) as boss:
         children = [await boss.start(ChildSpec(f"router-{i}", ROUTE)) for i in range(2)]
         await boss.wait_ready(children, 30)
@@ -57,14 +57,14 @@ async def test_children_get_ports_of_their_own_and_end_with_the_context(lines: L
     assert any("routing url=" in line for _, line in lines)
 
 
-async def test_a_child_that_cannot_start_says_why(lines: Lines) -> None:
+async def test_a_child_that_cannot_start_gives_the_reason(lines: Lines) -> None:
     async with supervisor(lines) as boss:
         child = await boss.start(ChildSpec("router", ("route", "--port", "0", "--decode", "ftp://d")))
         with pytest.raises(ChildEnded, match=r"router \(pid \d+\) ended with exit status 1: .*'ftp://d' must begin"):
             await boss.wait_ready([child], 30)
 
 
-async def test_a_child_that_is_never_ready_is_given_up(lines: Lines) -> None:
+async def test_a_child_that_never_becomes_ready_is_given_up(lines: Lines) -> None:
     async with supervisor(lines) as boss:
         child = await boss.start(ChildSpec("router", ROUTE))
         with pytest.raises(FerryError, match=r"router did not become ready in 0.01 s"):
@@ -85,7 +85,7 @@ async def test_the_death_of_a_child_is_reported(lines: Lines) -> None:
         assert boss.children == [children[0]]
 
 
-async def test_a_child_that_does_not_end_is_killed_at_the_second_asking(lines: Lines) -> None:
+async def test_a_child_that_does_not_end_is_killed_at_the_second_request(lines: Lines) -> None:
     async with supervisor(lines) as boss:
         child = await boss.start(ChildSpec("router", ROUTE))
         await boss.wait_ready([child], 30)
@@ -138,7 +138,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # what it cannot clean up any more, pytest does
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # pytest removes what it can no longer clean up
     )
     assert parent.stdout is not None
     child_pid = int(parent.stdout.readline())
@@ -148,7 +148,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     until(lambda: not exists(child_pid), within_s=20)
 
 
-def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:
+def test_a_child_whose_parent_is_already_gone_does_not_start() -> None:
     argv = [sys.executable, "-m", "kvferry", *ROUTE]
     env = {**os.environ, "KVFERRY_SUPERVISOR_PID": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)

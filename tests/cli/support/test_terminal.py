@@ -25,8 +25,8 @@ def show(stream: io.StringIO) -> str:
 
 
 @pytest.mark.parametrize("variable", ["", "NO_COLOR"])
-def test_plain_text_when_piped_or_asked(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # of other programs: here the stream decides
+def test_plain_text_when_piped_or_requested(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # variables of other programs: only the stream decides here
     if variable:
         monkeypatch.setenv(variable, "1")
     text = show(_Screen() if variable else io.StringIO())
@@ -66,6 +66,6 @@ def test_a_bar_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "load tiny" in screen.getvalue()
 
 
-def test_words_and_sizes() -> None:
+def test_plurals_and_sizes() -> None:
     assert [plural(count, "edge") for count in (0, 1, 1200)] == ["0 edges", "1 edge", "1,200 edges"]
     assert [size(count) for count in (640, 12800, 3 << 30)] == ["640 B", "12.5 KiB", "3 GiB"]

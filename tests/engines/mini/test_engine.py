@@ -42,7 +42,7 @@ def test_chunks_batches_and_block_sizes_change_no_token(
 def test_a_full_cache_preempts_the_newest_and_changes_no_token(
     make_engine: MakeEngine, alone: dict[int, list[int]]
 ) -> None:
-    # Room for the prompts of several, not for all their answers.
+    # There is room for the prompts of several requests, but not for all their answers.
     engine = make_engine(num_blocks=1 + 27, block_tokens=4, prefix_caching=False)
     for length in LENGTHS:
         engine.add(ask(str(length), prompt_of(length, seed=length)))
@@ -62,7 +62,7 @@ def test_the_oldest_request_is_never_preempted(make_engine: MakeEngine) -> None:
     assert [len(tokens_of(outputs[name])) for name in ("old", "middle", "new")] == [20, 20, 20]
 
 
-def test_decoding_goes_on_beside_a_long_prompt(make_engine: MakeEngine) -> None:
+def test_decoding_continues_during_a_long_prompt(make_engine: MakeEngine) -> None:
     engine = make_engine(max_batch_tokens=16)
     engine.add(ask("short", prompt_of(4), max_tokens=30))
     engine.step()
@@ -72,7 +72,7 @@ def test_decoding_goes_on_beside_a_long_prompt(make_engine: MakeEngine) -> None:
         assert names == {"short"}, "each step of the long prompt brings the short one a token"
 
 
-def test_a_known_prefix_is_not_computed_again(make_engine: MakeEngine) -> None:
+def test_a_cached_prefix_is_not_computed_again(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_caching=True)
     prompt = prompt_of(70)
     engine.add(ask("first", prompt))
@@ -122,7 +122,7 @@ def test_prefix_caching_can_be_off(make_engine: MakeEngine) -> None:
         assert account.recomputed == 70
 
 
-def test_account_adds_up_also_after_preemption(make_engine: MakeEngine) -> None:
+def test_the_account_adds_up_after_preemption_too(make_engine: MakeEngine) -> None:
     engine = make_engine(num_blocks=1 + 12, block_tokens=4)
     for name in ("a", "b", "c"):
         engine.add(ask(name, prompt_of(13, seed=ord(name)), max_tokens=20))
@@ -169,7 +169,7 @@ def test_each_request_ends_exactly_once(make_engine: MakeEngine) -> None:
     assert all(outputs[str(i)][-1].finish_reason for i in range(9))
 
 
-def test_no_more_than_max_running_run(make_engine: MakeEngine) -> None:
+def test_at_most_max_running_requests_run(make_engine: MakeEngine) -> None:
     engine = make_engine(max_running=2)
     for i in range(5):
         engine.add(ask(str(i), prompt_of(5, seed=i)))
@@ -178,7 +178,7 @@ def test_no_more_than_max_running_run(make_engine: MakeEngine) -> None:
         assert len(engine.scheduler.running) <= 2
 
 
-# Requests that cannot be done
+# Requests that cannot be served
 
 
 def test_prompt_and_answer_beyond_the_context_are_refused(make_engine: MakeEngine) -> None:
@@ -193,7 +193,7 @@ def test_a_request_that_never_fits_the_cache_is_refused(make_engine: MakeEngine)
     engine = make_engine(num_blocks=1 + 4, block_tokens=16)
     with pytest.raises(RequestTooLong, match=r"cache of 64 tokens.*larger cache_bytes"):
         engine.add(ask("r", prompt_of(60), max_tokens=6))
-    engine.add(ask("r", prompt_of(60), max_tokens=5))  # the last token needs no place
+    engine.add(ask("r", prompt_of(60), max_tokens=5))  # the last token needs no slot
     assert len(tokens_of(finish(engine)["r"])) == 5
 
 
@@ -231,7 +231,7 @@ def test_stop_token_and_min_tokens(make_engine: MakeEngine) -> None:
     assert plain[2] not in longer[:6], "a stop token cannot come before min_tokens"
 
 
-def test_stop_string_ends_the_text_before_it(make_engine: MakeEngine) -> None:
+def test_a_stop_string_ends_the_text_before_it(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(ask("r", prompt_of(20), max_tokens=12))
     text = text_of(finish(engine)["r"])
@@ -244,7 +244,7 @@ def test_stop_string_ends_the_text_before_it(make_engine: MakeEngine) -> None:
 
 def test_eos_ends_unless_ignored(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    bias = {0: 100.0}  # makes the end the most likely token
+    bias = {0: 100.0}  # makes the end token the most likely one
     engine.add(ask("r", prompt_of(20), ignore_eos=False, logit_bias=bias))
     outputs = finish(engine)["r"]
     assert tokens_of(outputs) == [0]
@@ -276,7 +276,7 @@ def test_unseeded_requests_differ(make_engine: MakeEngine) -> None:
     assert len({tuple(tokens_of(outputs[str(i)])) for i in range(3)}) == 3
 
 
-def test_blocks_of_a_prompt_lie_together(make_engine: MakeEngine) -> None:
+def test_blocks_of_a_prompt_are_contiguous(make_engine: MakeEngine) -> None:
     engine = make_engine(block_tokens=4, num_blocks=128, prefix_caching=False)
     for i in range(20):
         engine.add(ask(str(i), prompt_of(20 + 7 * (i % 4), seed=i), max_tokens=5 + i))

@@ -1,4 +1,4 @@
-"""All outcomes of a hand-off, as the engine sees them; the connector is a fake, the KV is real."""
+"""All outcomes of a hand-off as the engine sees them; the connector is a fake, and the KV is real."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _bring(source: Side, target: Side, name: str, stop: int) -> None:
 # Prefill
 
 
-def test_prefill_computes_the_prompt_tells_progress_and_keeps_the_blocks(make_side: Callable[..., Side]) -> None:
+def test_prefill_computes_the_prompt_reports_progress_and_keeps_the_blocks(make_side: Callable[..., Side]) -> None:
     engine, connector = make_side(max_batch_tokens=16)
     engine.add(ask("p", prompt_of(40), FOR_REMOTE, max_tokens=100))
     outputs = finish(engine)["p"]
@@ -92,7 +92,7 @@ def test_prefill_computes_the_prompt_tells_progress_and_keeps_the_blocks(make_si
     assert engine.blocks.num_held == 0
 
 
-def test_held_blocks_are_given_to_nobody(make_side: Callable[..., Side]) -> None:  # R28
+def test_held_blocks_are_not_reused(make_side: Callable[..., Side]) -> None:  # R28
     engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
     engine.add(ask("p", prompt_of(48), FOR_REMOTE))
     finish(engine)
@@ -118,7 +118,7 @@ def test_a_request_waits_for_held_blocks_and_then_runs(make_side: Callable[..., 
     assert len(tokens_of(finish(engine)["next"])) == 8
 
 
-def test_prefill_that_ends_with_its_first_token_hands_nothing_over(make_side: Callable[..., Side]) -> None:
+def test_a_prefill_that_ends_with_its_first_token_hands_nothing_over(make_side: Callable[..., Side]) -> None:
     engine, connector = make_side()
     engine.add(ask("p", prompt_of(20), FOR_REMOTE, ignore_eos=False, logit_bias={0: 100.0}))
     last = finish(engine)["p"][-1]
@@ -153,7 +153,7 @@ def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> 
     while engine.stats().preemptions == 0:
         engine.step()
     assert [request.request_id for request in engine.scheduler.running] == ["p"], "the old one had to go itself"
-    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts in `preempted`
+    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts it in `preempted`
     connector.release("p")
     assert finish_one(engine, "old").finish_reason is FinishReason.LENGTH
 
@@ -163,7 +163,7 @@ def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 8), (4, 16)])
-def test_decode_goes_on_behind_the_prompt_and_computes_none_of_it(
+def test_decode_continues_after_the_prompt_and_computes_none_of_it(
     make_engine: MakeEngine, make_side: Callable[..., Side], length: int, blocks: tuple[int, int]
 ) -> None:  # R36
     prompt = prompt_of(length, seed=length)
@@ -227,9 +227,7 @@ def test_a_first_token_that_comes_with_the_last_byte_is_adopted(
 
 
 @pytest.mark.parametrize("note", [b"\xc1garbage", encode_first_token(FirstToken(token=10**9))])
-def test_a_bad_first_token_is_not_believed(
-    make_engine: MakeEngine, make_side: Callable[..., Side], note: bytes
-) -> None:
+def test_a_bad_first_token_is_not_used(make_engine: MakeEngine, make_side: Callable[..., Side], note: bytes) -> None:
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
     _prefilled(p, prompt)
@@ -245,7 +243,7 @@ def test_a_bad_first_token_is_not_believed(
     finish(p[0])
 
 
-def test_a_shorter_hand_off_is_completed_here(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+def test_a_shorter_hand_off_is_completed_by_decode(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
     _prefilled(p, prompt)
@@ -261,7 +259,7 @@ def test_a_shorter_hand_off_is_completed_here(make_engine: MakeEngine, make_side
     finish(p[0])
 
 
-def test_own_prefix_hits_are_not_asked_for(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # R30
+def test_own_prefix_hits_are_not_requested(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # R30
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
     params = _prefilled(p, prompt)
@@ -280,7 +278,7 @@ def test_own_prefix_hits_are_not_asked_for(make_engine: MakeEngine, make_side: C
     finish(p[0])
 
 
-def test_a_prompt_that_is_all_here_starts_at_once_and_says_so(
+def test_a_prompt_that_is_all_cached_starts_at_once_and_is_reported(
     make_engine: MakeEngine, make_side: Callable[..., Side]
 ) -> None:  # R30
     prompt = prompt_of(48)
@@ -303,7 +301,9 @@ def test_a_prompt_that_is_all_here_starts_at_once_and_says_so(
     finish(p[0])
 
 
-def test_blocks_in_transit_serve_nobody_else(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # I2
+def test_blocks_in_transit_serve_no_other_request(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:  # I2
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
     params = _prefilled(p, prompt)
@@ -346,7 +346,7 @@ def test_landed_blocks_serve_others(make_side: Callable[..., Side]) -> None:
     finish(p[0])
 
 
-def test_a_failed_hand_off_is_computed_here_in_other_blocks(
+def test_a_failed_hand_off_is_computed_by_decode_in_other_blocks(
     make_engine: MakeEngine, make_side: Callable[..., Side]
 ) -> None:  # R28, R29
     prompt = prompt_of(40)
@@ -371,7 +371,7 @@ def test_a_failed_hand_off_is_computed_here_in_other_blocks(
     assert engine.blocks.num_held == 0
 
 
-def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
+def test_what_arrived_complete_of_a_failed_hand_off_is_kept(
     make_engine: MakeEngine, make_side: Callable[..., Side]
 ) -> None:  # R29
     prompt = prompt_of(40)
@@ -382,7 +382,7 @@ def test_what_arrived_whole_of_a_failed_hand_off_is_kept(
     request = next(iter(d[0].scheduler.waiting_for_kv.values()))
     copy_tokens(p[1].cache, next(iter(p[1].tables.values())), d[1].cache, request.tables, 0, 37)
     blocks = list(request.block_ids)
-    cache_of(d[0]).data[blocks[-1]] = float("nan")  # what a faulty peer may leave of a block that did not arrive whole
+    cache_of(d[0]).data[blocks[-1]] = float("nan")  # what a faulty peer may leave of an incomplete block
     d[1].fail("d", arrived=37, released=True)
     outputs = finish(d[0])["d"]
     assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
@@ -417,7 +417,7 @@ def test_the_connector_may_refuse_before_anything_is_allocated(make_side: Callab
     assert engine.blocks.num_free == engine.blocks.num_usable
 
 
-def test_the_connector_may_say_that_nothing_comes(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+def test_the_connector_may_report_that_nothing_comes(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
     prompt = prompt_of(40)
     engine, connector = make_side()
     connector.answers = [Match(reason="the peer was refused")]
@@ -430,7 +430,7 @@ def test_the_connector_may_say_that_nothing_comes(make_engine: MakeEngine, make_
     assert "alloc d" not in connector.seen
 
 
-def test_who_waits_for_a_peer_holds_nobody_up(make_side: Callable[..., Side]) -> None:
+def test_a_request_that_waits_for_a_peer_holds_up_no_other(make_side: Callable[..., Side]) -> None:
     engine, connector = make_side()
     connector.answers = [Match(wait=True)] * 20
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
@@ -441,14 +441,16 @@ def test_who_waits_for_a_peer_holds_nobody_up(make_side: Callable[..., Side]) ->
     assert finish_one(engine, "d").finish_reason is FinishReason.LENGTH
 
 
-def test_abort_of_a_waiting_decode_keeps_its_blocks_until_released(make_side: Callable[..., Side]) -> None:  # R28
+def test_an_aborted_waiting_decode_keeps_its_blocks_until_they_are_released(
+    make_side: Callable[..., Side],
+) -> None:  # R28
     engine, connector = make_side()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
     _until_waiting(engine)
     engine.abort(RequestId("d"))
     finish(engine)
     assert engine.blocks.num_held == 3
-    # News of a request that is gone changes nothing.
+    # Reports about a request that is gone change nothing.
     connector.land("d", 40)
     connector.fail("d")
     finish(engine)
@@ -482,7 +484,7 @@ def test_a_landed_request_may_be_preempted_and_then_computes_itself(
     finish(p[0])
 
 
-def test_an_engine_without_a_connector_computes_and_says_why(make_engine: MakeEngine) -> None:
+def test_an_engine_without_a_connector_computes_and_gives_the_reason(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
     account = finish(engine)["d"][-1].account
@@ -490,7 +492,9 @@ def test_an_engine_without_a_connector_computes_and_says_why(make_engine: MakeEn
     assert (account.recomputed, account.reason) == (40, "this engine has no connector")
 
 
-def test_logprobs_and_seeds_go_on_across_the_hand_off(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
+def test_logprobs_and_seeds_continue_across_the_hand_off(
+    make_engine: MakeEngine, make_side: Callable[..., Side]
+) -> None:
     prompt = prompt_of(40)
     sampling = {"temperature": 0.9, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5}
     alone = _alone(make_engine, prompt, **sampling)
@@ -508,7 +512,7 @@ def test_logprobs_and_seeds_go_on_across_the_hand_off(make_engine: MakeEngine, m
     finish(p[0])
 
 
-def test_timing_tells_what_the_hand_off_cost(make_side: Callable[..., Side]) -> None:
+def test_timing_reports_what_the_hand_off_cost(make_side: Callable[..., Side]) -> None:
     clock = FakeClock()
     engine, connector = make_side(clock=clock)
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
@@ -551,7 +555,7 @@ def test_close_ends_the_connector(make_side: Callable[..., Side]) -> None:
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_a_first_token_that_the_client_has_is_kept_whatever_becomes_of_the_kv(
+def test_a_first_token_that_the_client_has_is_kept_whatever_happens_to_the_kv(
     make_engine: MakeEngine, make_side: Callable[..., Side], sent: bool
 ) -> None:
     prompt = prompt_of(40)
@@ -565,6 +569,6 @@ def test_a_first_token_that_the_client_has_is_kept_whatever_becomes_of_the_kv(
     tokens = tokens_of(finish(engine)["d"])
     if sent:
         assert tokens[0] == other
-        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it continues from that one
+        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it continues from that token
     else:
         assert tokens == alone

@@ -43,7 +43,7 @@ class _Watched(FakeConnector):
 
 
 def test_the_last_offer_leaves_with_the_step_that_made_it(make_engine: MakeEngine) -> None:
-    """Not in the next step: between the two, the answer goes to the client."""
+    """It does not wait for the next step: between the two, the answer goes to the client."""
     found: list[_Watched] = []
 
     def connect(cache: object) -> tuple[FakeConnector, FakeConnector]:
@@ -55,7 +55,7 @@ def test_the_last_offer_leaves_with_the_step_that_made_it(make_engine: MakeEngin
     outputs = engine.step()
     assert outputs[-1].handoff is not None
     assert found[0].seen[-1] == "worker has the offer"
-    # And what a worker half reports counts in the step that fetches it.
+    # What a worker half reports is used in the step that fetches it.
     assert engine.blocks.num_held
     found[0].seen.append("released")
     engine.step()
@@ -68,7 +68,7 @@ class _Handoffs:
     has_report = False
 
 
-async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
+async def test_a_report_of_a_driver_wakes_the_engines_thread() -> None:
     """A report makes the engine step, although its thread would sleep for a minute."""
     executor = LocalExecutor.__new__(LocalExecutor)
     executor._handoffs = handoffs = _Handoffs()  # type: ignore[assignment]  # a fake
@@ -95,7 +95,7 @@ async def test_news_of_a_driver_wakes_the_engines_thread() -> None:
     thread.start()
     try:
         assert stepped.wait(10.0)
-        executor._on_worker_report()  # other numbers, no report
+        executor._on_worker_report()  # changed numbers, but no report
         assert not twice.wait(0.05)
         handoffs.has_report = True
         assert executor.has_reports

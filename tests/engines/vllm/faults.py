@@ -27,7 +27,7 @@ from tests.engines.vllm.servers import Answer, Lab, Pair, VllmServer, alone, pol
 __all__ = ["ROWS", "Seen", "main", "run_row"]
 
 HANG_S = 30.0
-"""What a client waits. Every lease and deadline of the lab is shorter than half of it."""
+"""How long a client waits. Every lease and deadline of the lab is shorter than half of it."""
 BLOCKS_S = 25.0
 """How long blocks may take to come back after a case."""
 _NOISE = re.compile(
@@ -40,16 +40,16 @@ _NOISE = re.compile(
 
 @dataclass(slots=True)
 class Seen:
-    """One row: what was seen."""
+    """One row: what was observed."""
 
     row: str
     connector: str
     verdicts: list[str] = field(default_factory=list)
-    """One for each hand-off of the case."""
+    """One verdict per hand-off of the case."""
     client: str = ""
     """The last error that the client got."""
     log: list[str] = field(default_factory=list)
-    """What the servers' logs say about it: warnings and errors, at most four."""
+    """What the servers' logs say about it: at most four warnings and errors."""
     health: str = ""
     next_request: str = ""
     blocks: str = ""
@@ -62,7 +62,7 @@ ROWS: dict[str, tuple[str, Case]] = {}
 
 
 def row(name: str, title: str) -> Callable[[Case], Case]:
-    """Enter a case in the table."""
+    """Adds a case to the table."""
 
     def enter(case: Case) -> Case:
         ROWS[name] = (title, case)
@@ -71,13 +71,13 @@ def row(name: str, title: str) -> Callable[[Case], Case]:
     return enter
 
 
-# One hand-off, judged
+# One hand-off, and its verdict
 
 
 def judge(
     pair: Pair, answer: Answer, prompt: Sequence[int], num_external: float, reference: Answer | None = None
 ) -> str:
-    """In a few words. The reference is what prefill says alone, afterwards: its own cache is right."""
+    """Describes the outcome in a few words. The reference is prefill's answer alone, because its own cache is right."""
     if answer.status == 0:
         return "client gave up" if "timed out" in answer.error.lower() else f"connection lost ({answer.error[:60]})"
     if not answer.ok:
@@ -98,7 +98,7 @@ def judge(
 
 
 def handed_over(server: VllmServer) -> float:
-    """Prompt tokens that came from another engine, since the start."""
+    """Returns the number of prompt tokens that came from another engine since the start."""
     try:
         return server.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
     except FerryError:
@@ -109,7 +109,7 @@ def hand_over(
     lab: Lab, pair: Pair, *, way: str = "pull", num_tokens: int = 600, prompt: list[int] | None = None,
     between: Callable[[Answer], dict[str, object]] | None = None, expected: int | None = None,
 ) -> tuple[Pair, str, str]:  # fmt: skip
-    """One request through the pair. `expected`: how many tokens have to come from outside, if not all."""
+    """Sends one request through the pair. `expected` is how many tokens have to come from outside, if not all."""
     from tests.engines.vllm.servers import serve_pair
 
     prompt = prompt or lab.prompt(num_tokens)
@@ -165,7 +165,7 @@ def _prefix(lab: Lab, prefill: int, decode: int) -> Iterator[tuple[Pair, str, st
     yield hand_over(lab, pair, prompt=common + lab.prompt(344), expected=343)
 
 
-# Leases and lies
+# Leases, and false parameters
 
 
 _SMALL = {"flags": ("--num-gpu-blocks-override", "24")}
@@ -236,7 +236,7 @@ def _with_late_reference(
 ) -> tuple[Pair, str, str]:
     from tests.engines.vllm.servers import serve_pair
 
-    reference = alone(pair.prefill, prompt, 8)  # now: prefill will be dead afterwards
+    reference = alone(pair.prefill, prompt, 8)  # now, because prefill will be dead afterwards
     before = handed_over(pair.decode)
     served = serve_pair(pair.prefill, pair.decode, prompt, max_tokens=8, timeout_s=HANG_S, stream=False,
                         between=between)  # fmt: skip
@@ -245,11 +245,11 @@ def _with_late_reference(
     return pair, f"{verdict} after {served.decode.total_s:.0f} s", served.decode.error
 
 
-# Push, where D waits
+# Push, with D waiting
 
 
 def _decode_waits(lab: Lab, pair: Pair, *, request_id: str = "", kill: bool = False) -> tuple[Pair, str, str]:
-    """Decode is asked first, and prefill never computes; it may be killed meanwhile."""
+    """Asks decode first; prefill never computes, and may be killed in the meantime."""
     import threading
     import uuid
 
@@ -338,7 +338,7 @@ row("push-pull", "P pushes, D pulls")(_misfit("push", {}, {}, "pull"))
 row("pull-eagle", "pull: a drafter (eagle) on D only")(_misfit("pull", {}, {"speculation": _EAGLE}))
 
 
-# Latent caches. With the default rope one vLLM server alone is wrong: tests/engines/vllm/mla_alone.py.
+# Latent caches. With the default rope a single vLLM server is wrong: tests/engines/vllm/mla_alone.py.
 
 _CPU_MLA = {"flags": ("--attention-backend", "CPU_MLA"), "max_tokens": 1024}
 _STATES = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}
@@ -349,7 +349,7 @@ for _kind, _title in (("mla", "yarn"), ("mla-default-rope", "default rope, where
 row("push-states", "push: a Mamba-2 hybrid")(_misfit("push", _STATES, _STATES))
 
 
-# Pipeline parallelism. An eager pipeline of this CPU build misses a buffer; "compiled" by nobody it has it, in seconds.
+# Pipeline parallelism. An eager pipeline of this CPU build misses a buffer; the "eager" compile backend has it.
 
 _TRACED = ("--compilation-config", '{"mode": "STOCK_TORCH_COMPILE", "backend": "eager"}')
 _PP2 = {"pp": 2, "eager": False, "flags": _TRACED}
@@ -374,7 +374,7 @@ row("push-pp2-d", "push: two pipeline stages on D")(_misfit("push", {}, _PP2))
 
 
 def told_in_logs(pair: Pair) -> list[str]:
-    """Distinct warnings and errors of both servers since the case began, prefill first, without time and pid."""
+    """Returns the distinct warnings and errors of both servers in this case, prefill first, without time and pid."""
     found: dict[str, None] = {}
     for server, who in zip(pair.both, "PD", strict=True):
         for line in pair.new_log(server).splitlines():
@@ -387,7 +387,7 @@ def told_in_logs(pair: Pair) -> list[str]:
 
 
 def run_row(lab: Lab, name: str) -> Seen:
-    """Run one case, then look after both servers."""
+    """Runs one case, then checks both servers."""
     seen = Seen(name, lab.connector)
     begun_s = time.monotonic()
     pair: Pair | None = None
@@ -406,7 +406,7 @@ def run_row(lab: Lab, name: str) -> Seen:
 
 
 def _is_empty(server: VllmServer) -> bool:
-    """Says whether no block of the server's cache is in use."""
+    """Returns whether no block of the server's cache is in use."""
     return server.metric("vllm:kv_cache_usage_perc") == 0.0
 
 
@@ -428,7 +428,7 @@ def _look_after(pair: Pair, seen: Seen) -> None:
 
 
 def _render(files: Sequence[Path]) -> str:
-    """The table of the docs: a line a case, a column a connector."""
+    """Returns the table of the docs: one line per case, one column per connector."""
     seen: dict[tuple[str, str], dict[str, object]] = {}
     for file in files:
         for line in file.read_text().splitlines():
@@ -464,13 +464,13 @@ def _cell(one: dict[str, object] | None) -> str:
 
 
 def say(text: str, stream: TextIO = sys.stdout) -> None:
-    """A line, at once."""
+    """Prints a line, and flushes it."""
     stream.write(text + "\n")
     stream.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.engines.vllm.faults", description="the fault table of vLLM's connectors"
     )
@@ -491,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.render:
         say(_render(args.render))
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends us, and every server with us
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends this process, and every server with it
     with Lab(args.connector, args.vllm_python, stock=args.stock, policy=args.policy) as lab:
         for name in args.only or ROWS:
             say(f"{name}: {ROWS[name][0]} ...", sys.stderr)

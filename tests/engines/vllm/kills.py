@@ -1,4 +1,4 @@
-"""kill -9 of the peer at a random moment, again and again: nobody hangs, nobody says wrong tokens, and both go on.
+"""Kills a peer with SIGKILL at random moments: no client hangs, no token is wrong, and both servers go on.
 
     python -m tests.engines.vllm.kills --mode push --repeats 10
 
@@ -23,11 +23,11 @@ __all__ = ["main"]
 
 REQUEST_S = 40.0
 _FLAGS: dict[str, Any] = {"flags": ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "160")}
-"""No prefix cache: what a server says alone is then computed, whatever was handed to it before."""
+"""The servers have no prefix cache, so a server's answer alone is computed, whatever was handed to it before."""
 
 
 def kill_round(lab: Lab, pair: Pair, mode: str, victim: str) -> dict[str, Any]:
-    """One kill, and what came of it."""
+    """One kill, and its results."""
     ways = ("pull",) if mode == "pull" else ("push-after", "push-first")
     stop = threading.Event()
     ended: list[tuple[list[int], Any]] = []
@@ -85,7 +85,7 @@ def _judge(living: VllmServer, prompt: list[int], served: Any) -> str:
 
 
 def _next(lab: Lab, pair: Pair, reference: VllmServer, way: str) -> str:
-    """The first hand-off that arrives after the restart, of at most four."""
+    """Returns the first hand-off that arrives after the restart, of at most four."""
     for attempt in range(1, 5):
         prompt, before = lab.prompt(700), handed_over(pair.decode)
         served = serve_pair(pair.prefill, pair.decode, prompt, way=way, max_tokens=6, timeout_s=REQUEST_S, stream=False)
@@ -96,7 +96,7 @@ def _next(lab: Lab, pair: Pair, reference: VllmServer, way: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.vllm.kills", description="kill -9 at random moments")
     parser.add_argument("--connector", choices=("builtin", "kvferry"), default="kvferry")
     parser.add_argument("--mode", choices=("pull", "push"), default="pull")

@@ -1,4 +1,4 @@
-"""vLLM alone, no connector: does a decode step say what a prefill of the same tokens says, with MLA on a CPU?
+"""vLLM alone, without a connector: does a decode step give the token of a prefill, with MLA on a CPU?
 
     .venv-vllm/bin/python -W ignore -m tests.engines.vllm.mla_alone
 
@@ -26,13 +26,13 @@ os.environ.update(
 
 
 def say(text: str) -> None:
-    """One line, now."""
+    """Prints one line at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def check_kernel(num_tokens: int, num_heads: int) -> bool:
-    """True if the CPU kernel turns every head of a 3-dimensional query."""
+    """Returns True if the CPU kernel rotates every head of a 3-dimensional query."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -50,7 +50,7 @@ def check_kernel(num_tokens: int, num_heads: int) -> bool:
 
 
 def check_model(model: Path) -> tuple[int, int]:
-    """(decode steps that say what a prefill of the same tokens says, all)."""
+    """Returns (decode steps that give the token of a prefill of the same tokens, all steps)."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(model), dtype="float32", enforce_eager=True, max_model_len=512, attention_backend="CPU_MLA", seed=0)
@@ -70,7 +70,7 @@ def check_model(model: Path) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Exit status 1 if anything differs."""
+    """Returns exit status 1 if anything differs."""
     from tests.engines.vllm.models import make_kind
 
     kernel = [(tokens, heads, check_kernel(tokens, heads)) for tokens in (1, 20) for heads in (1, 4)]

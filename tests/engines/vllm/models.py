@@ -1,4 +1,4 @@
-"""Models for vLLM beyond the benchmark's: latent caches (with MTP modules), and hybrids with recurrent states.
+"""More models for vLLM than the benchmark's: latent caches (with MTP modules), and hybrids with recurrent states.
 
 Random weights, ordinary Hugging Face files, made in a second. As in `tests.harness.vllm_models`, the next token
 depends on the whole prompt. Sizes are the smallest that vLLM's CPU kernels take.
@@ -153,7 +153,7 @@ KINDS = ("llama", "gemma", "eagle", *_SHAPED)
 
 
 def make_kind(kind: str, directory: Path, seed: int = 7) -> Path:
-    """One of KINDS, in `directory`: `eagle` is a drafter for `llama`, `mtp` a latent cache with one MTP module."""
+    """Writes one of KINDS: `eagle` is a drafter for `llama`, `mtp` a latent cache with one MTP module."""
     if kind == "llama":
         return make_model(directory)
     if kind == "gemma":
@@ -177,7 +177,7 @@ def _ends() -> Shapes:
 
 
 def _drawn(dice: np.random.Generator, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Large enough that the whole prompt counts, small enough that nothing saturates."""
+    """Returns weights so large that the whole prompt counts, and so small that nothing saturates."""
     noise = dice.standard_normal(shape).astype(np.float32)
     if name.endswith("A_log"):
         return np.log(np.arange(1, shape[0] + 1, dtype=np.float32) / 8)

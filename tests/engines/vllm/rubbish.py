@@ -1,4 +1,4 @@
-"""Rubbish for a side channel: what a port scanner, a wrong client, or an old peer would send."""
+"""Garbage for a side channel: what a port scanner, a wrong client, or an old peer would send."""
 
 import contextlib
 import random
@@ -10,7 +10,7 @@ __all__ = ["throw_rubbish"]
 
 
 def throw_rubbish(port: int, seed: int = 5) -> None:
-    """Bytes that are no ZeroMQ, ZeroMQ that is no message of ours, and cut messages. Waits for no answer."""
+    """Sends bytes that are not ZeroMQ, ZeroMQ messages that are not ours, and cut messages. Waits for no answer."""
     dice = random.Random(seed)
     for raw in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, dice.randbytes(4096)):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0) as one:

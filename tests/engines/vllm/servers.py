@@ -45,20 +45,20 @@ __all__ = [
 ]
 
 READY_S = 480.0
-"""How long a server may take to start on a machine that others use."""
+"""How long a server may take to start on a busy machine."""
 LEASE_S, DEADLINE_S = 8, 10
-"""Short, so that what waits for a lease or a deadline ends while one looks on."""
+"""Short, so that whatever waits for a lease or a deadline ends within the test."""
 
 
 def default_python() -> str:
-    """The interpreter that has vLLM: KVFERRY_VLLM_PYTHON, else the virtual environment beside the repository's own."""
+    """Returns the interpreter with vLLM: KVFERRY_VLLM_PYTHON, else that of the environment in the repository."""
     configured = os.environ.get("KVFERRY_VLLM_PYTHON")
     beside = ROOT / ".venv-vllm" / "bin" / "python"
     return configured or (str(beside) if beside.exists() else sys.executable)
 
 
 def short_times(connector: str) -> dict[str, Any]:
-    """Leases and deadlines for kv_connector_extra_config: the same times for either connector, in its own words."""
+    """Returns leases and deadlines for kv_connector_extra_config: the same times in the terms of each connector."""
     if connector == "builtin":
         return {"kv_lease_duration": LEASE_S, "push_registration_timeout": DEADLINE_S, "decoder_kv_blocks_ttl": LEASE_S}
     return {
@@ -71,12 +71,12 @@ def short_times(connector: str) -> dict[str, Any]:
 
 
 def new_prompt(dice: random.Random, num_tokens: int) -> list[int]:
-    """Ordinary tokens of the models made by script."""
+    """The ordinary tokens of models that were made by a script."""
     return dice.choices(range(3, 500), k=num_tokens)
 
 
 def poll_until(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> float:
-    """Seconds until `condition` held; -1.0 if it never did."""
+    """Returns the seconds until `condition` held, or -1.0 if it never did."""
     begun_s = time.monotonic()
     pause = threading.Event()
     while time.monotonic() - begun_s < timeout_s:
@@ -88,7 +88,7 @@ def poll_until(condition: Callable[[], bool], timeout_s: float, every_s: float =
 
 @dataclass(slots=True)
 class Pair:
-    """Two ready servers, and where their logs were when the case began."""
+    """Two ready servers, and the sizes of their logs when the case began."""
 
     prefill: VllmServer
     decode: VllmServer
@@ -96,20 +96,20 @@ class Pair:
 
     @property
     def both(self) -> tuple[VllmServer, VllmServer]:
-        """Prefill first."""
+        """The two servers, prefill first."""
         return self.prefill, self.decode
 
     def mark_logs(self) -> None:
-        """What is logged from here belongs to this case."""
+        """Marks the place in the logs from which lines belong to this case."""
         self.marks = {one.spec.name: len(one.log()) for one in self.both}
 
     def new_log(self, server: VllmServer) -> str:
-        """What a server logged since `mark_logs`."""
+        """Returns what a server logged since `mark_logs`."""
         return server.log()[self.marks.get(server.spec.name, 0) :]
 
 
 class Lab:
-    """Models, and at most one pair of servers at a time. A context: leaving it ends them."""
+    """Models, and at most one pair of servers at a time. Leaving the context ends the servers."""
 
     def __init__(
         self, connector: str, python: str | None = None, *, stock: bool = False, policy: str | None = None
@@ -132,13 +132,13 @@ class Lab:
         self._env = {} if stock else {PATCH_VARIABLE: patch}
 
     def model(self, kind: str = "llama") -> Path:
-        """One of models.KINDS, made at the first call; or a real one, by a name that `kvferry serve` knows."""
+        """Returns one of models.KINDS, made at the first call; or a real model, by its name for `kvferry serve`."""
         if kind not in self._models:
             self._models[kind] = make_kind(kind, self._scratch / kind) if kind in KINDS else model_directory(kind)
         return self._models[kind]
 
     def spec(self, role: str, default_mode: str, **changes: Any) -> VllmSpec:
-        """A server of this lab. `speculation`: `eagle` with the lab's drafter; or a --speculative-config."""
+        """Returns the spec of a server. `speculation` is `eagle` with the lab's drafter, or a --speculative-config."""
         kind, mode = changes.pop("kind", "llama"), changes.pop("mode", default_mode)
         speculation = changes.pop("speculation", None)
         if speculation == "eagle":
@@ -152,11 +152,11 @@ class Lab:
                          env={**self._env, **changes.pop("env", {})}, **changes)  # fmt: skip
 
     def server(self, spec: VllmSpec) -> VllmServer:
-        """One that is not started, and will start in seconds. Whoever takes it ends it."""
+        """Returns a server that is not started yet, and will start within seconds. The caller ends it."""
         return VllmServer(spec, zygote=self._zygote)
 
     def pair(self, mode: str, prefill: dict[str, Any], decode: dict[str, Any]) -> Pair:
-        """The pair with these changes: the one that runs, if it is the same and well. FerryError: it did not start."""
+        """Returns the pair with these changes; a running one if it is the same and healthy. Raises FerryError."""
         key = (mode, repr(prefill), repr(decode))
         if self._pair is not None and key == self._key and all(one.healthy() for one in self._pair.both):
             self._pair.mark_logs()
@@ -179,18 +179,18 @@ class Lab:
         return pair
 
     def end_pair(self, *, keep_logs: bool = False) -> None:
-        """End both servers, if there are any."""
+        """Ends both servers, if there are any."""
         if self._pair is not None:
             for one in self._pair.both:
                 one.stop(grace_s=0, keep_log=keep_logs)
         self._pair = self._key = None
 
     def forget_pair(self) -> None:
-        """This case may have done harm that lasts: the next one gets a pair of its own."""
+        """Says that this case may have done lasting damage, so the next one gets a new pair."""
         self._key = None
 
     def restart(self, server: VllmServer) -> VllmServer:
-        """A server with the same name and ports as one that was killed."""
+        """Starts a server with the name and the ports of one that was killed."""
         again = VllmServer(server.spec, zygote=self._zygote)
         again.port, again.side_port = server.port, server.side_port
         assert self._pair is not None, "restart what a pair has lost"
@@ -202,7 +202,7 @@ class Lab:
         return again.start().wait_ready(READY_S)
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """A prompt that no cache has."""
+        """Returns a prompt that no cache has."""
         return new_prompt(self.dice, num_tokens)
 
     def __enter__(self) -> "Lab":
@@ -215,5 +215,5 @@ class Lab:
 
 
 def alone(server: VllmServer, prompt: Sequence[int], max_tokens: int, timeout_s: float = 60.0) -> Answer:
-    """What one server says without any hand-off: the reference."""
+    """Returns the answer of one server without any hand-off, as the reference."""
     return ask(server, prompt, max_tokens=max_tokens, timeout_s=timeout_s)

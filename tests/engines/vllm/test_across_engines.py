@@ -54,8 +54,8 @@ class Embedded:
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=120.0) as answer:
-            body: dict[str, Any] = json.loads(answer.read())
-        return body
+            parsed: dict[str, Any] = json.loads(answer.read())
+        return parsed
 
     def close(self) -> None:
         self._process.terminate()
@@ -87,7 +87,7 @@ def test_one_checkpoint_on_two_engines(lab: Lab, way: str, tmp_path: Path) -> No
                 answer_ = embedded.ask(prompt, 8, params)
                 got = answer_["choices"][0]["token_ids"]
                 assert answer_["kvferry"]["handed_over"] >= length - 1, answer_["kvferry"]
-            # Another salt: not answered from what was handed over.
+            # With another salt, the answer does not come from what was handed over.
             assert got == list(ask(server, prompt, max_tokens=8, timeout_s=120.0, cache_salt="alone").tokens)
     finally:
         server.stop(grace_s=0)

@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def a_card(line: str = "") -> RankInfo:
-    """What a worker would tell: one layer, 2 heads of 32."""
+    """Returns what a worker would report: one layer, 2 heads of 32."""
     block = 2 * BLOCK * 2 * 32 * 4
     view = LayerView(
         layer="layers.0.attn",
@@ -111,7 +111,7 @@ class Engine:
         queued: bool = True,
         line: str = "",
     ) -> None:
-        # As in vLLM's engine core: there when the connector is made.
+        # As in vLLM's engine core: it exists when the connector is created.
         self.input_queue: queue.Queue[Any] | None = queue.Queue() if queued else None
         self.shutdown_state = EngineShutdownState.RUNNING
         config = EngineArgs(
@@ -170,7 +170,7 @@ class Engine:
         return request
 
     def step(self, *reports: StepReport, token: int = 11) -> Any:
-        """Schedule, pretend to run, update. `reports`: what the worker says."""
+        """Schedules, pretends to run, and updates. `reports` is what the worker reports."""
         scheduled = self.scheduler.schedule()
         meta = scheduled.kv_connector_metadata
         failing = set(meta.failing)
@@ -190,7 +190,7 @@ class Engine:
         return self.scheduler.update_from_output(scheduled, ran)
 
     def until(self, request: Request, status: RequestStatus) -> None:
-        """Step until a request has this status: a handshake takes some steps."""
+        """Steps until a request has this status; a handshake takes some steps."""
 
         def there() -> bool:
             self.step()
@@ -223,7 +223,7 @@ def finished_params(outputs: Any) -> list[Any]:
 
 
 def prefilled(engine: Engine, num_tokens: int = 40) -> dict[str, Any]:
-    """Run a prefill to its end; the parameters that a router would carry."""
+    """Runs a prefill to its end, and returns the parameters that a router would carry."""
     engine.add("p1", num_tokens, {"do_remote_decode": True}, max_tokens=1)
     for _ in range(4):
         params = finished_params(engine.step())
@@ -261,7 +261,7 @@ def test_prefill_keeps_its_blocks_until_the_workers_release_them(prefill: Engine
     assert not prefill.scheduler.requests
 
 
-def test_an_engine_that_was_told_to_end_waits_for_its_peers(prefill: Engine) -> None:  # R25
+def test_an_engine_that_was_asked_to_end_waits_for_its_peers(prefill: Engine) -> None:  # R25
     params = prefilled(prefill)
     prefill.step()
     prefill.shutdown_state = EngineShutdownState.REQUESTED
@@ -272,7 +272,7 @@ def test_an_engine_that_was_told_to_end_waits_for_its_peers(prefill: Engine) -> 
 
 @pytest.fixture
 def sent() -> list[StepOrders]:
-    """What the worker hears by line."""
+    """Orders that the worker received over the channel."""
     return []
 
 
@@ -283,7 +283,9 @@ def line(sent: list[StepOrders]) -> Iterator[WorkerChannel]:
     one.close()
 
 
-def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel, sent: list[StepOrders]) -> None:
+def test_orders_over_the_channel_do_not_wait_for_a_step(
+    model: Path, line: WorkerChannel, sent: list[StepOrders]
+) -> None:
     prefill = Engine(model, "kv_producer", "p", line=line.address)
     orders: list[StepOrders] = []
     other = WorkerChannel(orders.append)
@@ -306,7 +308,7 @@ def test_by_line_orders_do_not_wait_for_a_step(model: Path, line: WorkerChannel,
         other.close()
 
 
-def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
+def test_reports_over_the_channel_free_blocks_of_an_engine_that_sleeps(
     model: Path, line: WorkerChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # R25
     slept: list[float] = []
@@ -331,7 +333,7 @@ def test_what_is_told_by_line_frees_blocks_of_an_engine_that_sleeps(
         engine.close()
 
 
-def test_decode_sleeps_while_all_it_has_waits_for_prefill(
+def test_decode_sleeps_while_everything_waits_for_prefill(
     model: Path, prefill: Engine, line: WorkerChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -365,7 +367,7 @@ def test_decode_sleeps_while_all_it_has_waits_for_prefill(
         decode.close()
 
 
-def test_an_engine_that_cannot_be_woken_steps_while_blocks_are_out(model: Path) -> None:
+def test_an_engine_that_cannot_be_woken_steps_while_blocks_are_held(model: Path) -> None:
     engine = Engine(model, "kv_producer", "p", queued=False)
     try:
         params = prefilled(engine)
@@ -386,7 +388,7 @@ def test_a_prefill_of_several_chunks_is_offered_as_it_grows(prefill: Engine) -> 
     assert [(offer.ready.stop, offer.final) for offer in offers] == [(64, False), (128, False), (150, True)]
 
 
-def test_an_aborted_prefill(prefill: Engine) -> None:
+def test_an_aborted_prefill_releases_its_blocks(prefill: Engine) -> None:
     request = prefill.add("p1", 150, {"do_remote_decode": True, "transfer_id": "t"}, max_tokens=1)
     prefill.step()
     prefill.step()
@@ -410,7 +412,7 @@ def test_decode_waits_and_then_computes_one_token(prefill: Engine, decode: Engin
     assert decode.num_free == decode.free
 
 
-def test_whole_blocks_that_decode_has_are_not_asked_for(prefill: Engine, decode: Engine) -> None:  # R30
+def test_whole_blocks_that_decode_has_are_not_requested(prefill: Engine, decode: Engine) -> None:  # R30
     params = prefilled(prefill)
     first = decode.add("d1", 40, None)
     while not first.is_finished():
@@ -441,7 +443,7 @@ def test_a_failed_load_ends_by_policy_and_no_block_is_lost(prefill: Engine, deco
     assert not decode.scheduler.has_requests()
 
 
-def test_an_abort_while_the_load_runs(prefill: Engine, decode: Engine) -> None:  # R28
+def test_an_abort_during_the_load(prefill: Engine, decode: Engine) -> None:  # R28
     params = prefilled(prefill)
     request = decode.add("d1", 40, params)
     decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -453,7 +455,7 @@ def test_an_abort_while_the_load_runs(prefill: Engine, decode: Engine) -> None: 
     assert not decode.scheduler.has_requests()
 
 
-def test_an_abort_in_the_step_in_which_it_lands(prefill: Engine, decode: Engine) -> None:
+def test_an_abort_in_the_step_in_which_the_load_lands(prefill: Engine, decode: Engine) -> None:
     params = prefilled(prefill)
     request = decode.add("d1", 40, params)
     decode.until(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
@@ -516,7 +518,7 @@ def test_the_entry_point_registers_the_connector() -> None:
 
 @pytest.mark.parametrize(("isa", "dtype", "plain"), [("vec", "float32", True), ("vec16", "float32", True),
                                                     ("vec", "bfloat16", True), ("amx", "bfloat16", False)])  # fmt: skip
-def test_the_kernels_orders_are_measured(isa: str, dtype: str, plain: bool) -> None:
+def test_the_orders_of_the_kernels_are_measured(isa: str, dtype: str, plain: bool) -> None:
     """What vLLM's kernels do today. A change is no fault: it is measured at each start; the docs would say less."""
     from vllm import _custom_ops as ops
 

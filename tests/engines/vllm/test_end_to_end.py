@@ -39,7 +39,7 @@ def external(pair: Pair) -> float:
 
 
 def hand_over(lab: Lab, pair: Pair, prompt: list[int], way: str, *, cached: int = 0, max_tokens: int = 12) -> Answer:
-    """One request through the pair, compared with what prefill says alone; each prompt token is accounted for (R36)."""
+    """Sends one request through the pair, compares it with prefill's answer, and accounts for each token (R36)."""
     before = external(pair)
     served = serve_pair(
         pair.prefill, pair.decode, prompt, way=way, max_tokens=max_tokens, timeout_s=120.0, stream=False
@@ -54,7 +54,7 @@ def hand_over(lab: Lab, pair: Pair, prompt: list[int], way: str, *, cached: int 
 
 
 def well_again(lab: Lab, pair: Pair, way: str = "pull") -> None:
-    """Both servers live, and the next hand-off works."""
+    """Checks that both servers are alive, and that the next hand-off works."""
     assert pair.prefill.healthy(10.0)
     assert pair.decode.healthy(10.0)
     hand_over(lab, pair, lab.prompt(200), way)
@@ -64,7 +64,7 @@ _warm: set[int] = set()
 
 
 def pair_of(lab: Lab, mode: str, prefill: dict[str, Any], decode: dict[str, Any], deadline_s: float = 25.0) -> Pair:
-    """A warm pair. Its times are made for a machine that does other things as well."""
+    """Returns a warm pair. Its times fit a machine that does other things too."""
     extra = {"lease.ttl_s": 30.0, "lease.renew_every_s": 2.0, "transfer.deadline_s": deadline_s}
     pair = lab.pair(mode, {"extra": extra} | prefill, {"extra": extra} | decode)
     for server in pair.both:
@@ -78,7 +78,7 @@ HYBRID: dict[str, Any] = {"kind": "gemma", "policy": "recompute"}
 
 
 def hybrid_pull(lab: Lab) -> Pair:
-    """Windows and full attention; blocks of 64 on prefill, 128 on decode; two chunks a long prompt."""
+    """Windows and full attention; blocks of 64 on prefill, 128 on decode; two chunks per long prompt."""
     chunked = ("--max-num-batched-tokens", "512")
     return pair_of(lab, "pull", HYBRID | {"block_tokens": 64, "flags": chunked}, HYBRID | {"block_tokens": 128})
 
@@ -104,7 +104,7 @@ def test_metrics_and_one_debug_line(lab: Lab) -> None:
     assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0, "blocks came back (R25)"
 
 
-def test_rubbish_from_a_client_costs_nothing(lab: Lab) -> None:
+def test_garbage_from_a_client_costs_nothing(lab: Lab) -> None:
     pair = hybrid_pull(lab)
     nobody = {"remote_engine_id": "nobody", "remote_host": "127.0.0.1", "remote_port": 1}
     rubbish: list[dict[str, Any]] = [
@@ -120,7 +120,7 @@ def test_rubbish_from_a_client_costs_nothing(lab: Lab) -> None:
     well_again(lab, pair)
 
 
-def test_blocks_that_decode_knows_do_not_come_again(lab: Lab) -> None:  # R30
+def test_blocks_that_decode_has_are_not_transferred_again(lab: Lab) -> None:  # R30
     """After a hand-off no window is whole at the prompt's beginning, so vLLM itself finds nothing there."""
     pair = hybrid_pull(lab)
     prompt = lab.prompt(3 * WINDOW)
@@ -145,7 +145,7 @@ def test_a_client_that_goes_away_leaves_no_block(lab: Lab) -> None:  # R28
     well_again(lab, pair)
 
 
-def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # R29 I6
+def test_prompts_of_a_killed_prefill_are_recomputed_and_it_is_met_again(lab: Lab) -> None:  # R29 I6
     pair = hybrid_pull(lab)
     prompt = lab.prompt(300)
     prefilled = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, timeout_s=100.0)
@@ -161,18 +161,18 @@ def test_a_killed_prefill_is_recomputed_for_and_met_again(lab: Lab) -> None:  # 
 
 
 def push_pair(lab: Lab) -> Pair:
-    """Plain attention, push, and the policy to fail. A test waits for its deadline."""
+    """Plain attention, push, and the policy `fail`. One test waits for its deadline."""
     return pair_of(lab, "push", {"policy": "fail"}, {"policy": "fail"}, deadline_s=12.0)
 
 
 @pytest.mark.parametrize("way", ["push-after", "push-first"])
-def test_push_whoever_comes_first(lab: Lab, way: str) -> None:  # R17
+def test_push_in_either_order(lab: Lab, way: str) -> None:  # R17
     pair = push_pair(lab)
     for length in (1, 128, 129, 700):
         hand_over(lab, pair, lab.prompt(length), way)
 
 
-def test_what_decode_has_cached_does_not_come_again(lab: Lab) -> None:  # R30
+def test_what_decode_has_cached_is_not_transferred_again(lab: Lab) -> None:  # R30
     pair = push_pair(lab)
     begin = lab.prompt(384)
     hand_over(lab, pair, begin, "push-after")
@@ -182,7 +182,7 @@ def test_what_decode_has_cached_does_not_come_again(lab: Lab) -> None:  # R30
     hand_over(lab, pair, begin, "push-after", cached=384)
 
 
-def test_push_and_nobody_prefills(lab: Lab) -> None:  # R29: no request hangs
+def test_push_without_a_prefill(lab: Lab) -> None:  # R29: no request hangs
     pair = push_pair(lab)
     params = {"do_remote_prefill": True, "transfer_id": "nobody-prefills", "remote_engine_id": pair.prefill.spec.name,
               "remote_host": "127.0.0.1", "remote_port": pair.prefill.side_port}  # fmt: skip
@@ -209,7 +209,7 @@ NGRAM = {"speculation": {"method": "ngram", "num_speculative_tokens": 3, "prompt
 EAGLE = {"speculation": "eagle"}
 GRANITE = {"kind": "granite", "flags": ("--no-enable-prefix-caching",)}
 FALCON = GRANITE | {"kind": "falcon-h1"}
-"""vLLM's Mamba-2 kernels on a CPU end the engine where prefix caching is on, with or without a connector."""
+"""vLLM's Mamba-2 kernels on a CPU crash the engine if prefix caching is on, with or without a connector."""
 SMOL = {"kind": "smollm2", "max_tokens": 1024}
 GEMMA = {"kind": "gemma3-270m", "max_tokens": 1024}
 needs_gemma = pytest.mark.skipif(

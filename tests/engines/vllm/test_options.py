@@ -1,4 +1,4 @@
-"""--kv-transfer-config as settings; whatever is not understood is refused with the name and what is allowed."""
+"""--kv-transfer-config as settings; an unknown key is refused with its name and the keys that are allowed."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def read(extra: dict[str, Any], role: str = "kv_producer", policy: str = "recomp
     return read_options(extra, kv_role=role, failure_policy=policy)
 
 
-def test_defaults_are_kvferrys_but_for_the_first_token_and_the_staging_memory() -> None:
+def test_defaults_are_kvferrys_except_for_the_first_token_and_the_staging_memory() -> None:
     options = read({})
     ferry = FerrySettings()
     assert options.ferry.lease == ferry.lease
@@ -25,7 +25,7 @@ def test_defaults_are_kvferrys_but_for_the_first_token_and_the_staging_memory() 
     assert options.role is Role.PREFILL
 
 
-def test_parts_are_given_whole_or_setting_by_setting() -> None:
+def test_objects_and_single_settings_are_accepted() -> None:
     one = read({"mode": "push", "lease": {"ttl_s": 8.0, "renew_every_s": 1.0}, "strict": True})
     other = read({"transfer.mode": "push", "lease.ttl_s": 8.0, "lease.renew_every_s": 1.0, "strict": True})
     assert one == other
@@ -34,7 +34,7 @@ def test_parts_are_given_whole_or_setting_by_setting() -> None:
 
 
 @pytest.mark.parametrize(("policy", "wanted"), [("fail", FailurePolicy.FAIL), ("recompute", FailurePolicy.RECOMPUTE)])
-def test_the_policy_is_vllms_own(policy: str, wanted: FailurePolicy) -> None:  # R29
+def test_the_policy_is_that_of_vllm(policy: str, wanted: FailurePolicy) -> None:  # R29
     assert read({}, policy=policy).ferry.transfer.on_failure is wanted
 
 
@@ -55,7 +55,7 @@ def test_the_policy_is_vllms_own(policy: str, wanted: FailurePolicy) -> None:  #
         ({"strict": "yes"}, "kv_connector_extra_config.strict='yes' must be true or false"),
     ],
 )
-def test_what_is_not_understood_is_refused(extra: dict[str, Any], text: str) -> None:
+def test_unknown_keys_are_refused(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(extra)
     assert text in str(error.value)

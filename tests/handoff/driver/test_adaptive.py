@@ -80,8 +80,8 @@ def test_staged_and_direct_hand_offs_bring_the_same_bytes(kind: type[StagingEngi
         p.close()
 
 
-def test_a_chunk_that_might_outlive_the_lease_is_not_begun() -> None:
-    """R28: a part that started in time, on a prefill that was then stopped for longer than half of what was left."""
+def test_a_chunk_that_might_outlive_the_lease_is_not_started() -> None:
+    """R28: a part started in time, on a prefill that was then suspended for longer than half of the time left."""
     _, transports = memory_transports()
     engine = StagingEngine("p", Role.PREFILL, settings_for(TransferMode.PUSH), transports, num_blocks=300)
     clock = FakeClock()
@@ -100,8 +100,8 @@ def test_a_chunk_that_might_outlive_the_lease_is_not_begun() -> None:
         transport.close()
 
 
-def test_few_runs_go_directly_without_a_look_at_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run a block, and few blocks: to compare the ways would take longer than either."""
+def test_few_runs_go_directly_without_a_comparison_of_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one run per block, and few blocks: a comparison would take longer than either way."""
 
     def compared(*_: object) -> None:
         raise AssertionError("the ways were compared")

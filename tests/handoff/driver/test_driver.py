@@ -1,4 +1,4 @@
-"""The driver over the memory transport: whole hand-offs between real threads, bytes compared."""
+"""The driver over the memory transport: complete hand-offs between real threads, with bytes compared."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ MODES = list(TransferMode)
     ("p_ranks", "d_ranks", "p_block", "d_block"), [(1, 1, 4, 4), (2, 1, 4, 8), (1, 2, 8, 4), (2, 4, 4, 4)]
 )
 def test_every_wanted_byte_arrives(mode: TransferMode, p_ranks: int, d_ranks: int, p_block: int, d_block: int) -> None:
-    """R12, R22: both modes, several ranks a side, unequal blocks; progress in three steps; the note comes too."""
+    """R12, R22: both modes, several ranks per side, unequal blocks; progress in three steps; the note comes too."""
     _, transports = memory_transports()
     settings = settings_for(mode)
     p = Engine("p", Role.PREFILL, settings, transports, num_ranks=p_ranks, block_tokens=p_block)

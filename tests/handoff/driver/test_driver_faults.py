@@ -1,4 +1,4 @@
-"""The driver when things go wrong, over the memory transport: real threads, faults on demand."""
+"""The driver when things fail, over the memory transport: real threads, faults on demand."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ SOURCE, TARGET = [5, 3, 9], [4, 8, 1]
 
 
 class World:
-    """A hub with engines on it, all closed at the end."""
+    """Yields a hub with engines on it, all of which are closed at the end."""
 
     def __init__(self, mode: TransferMode) -> None:
         self.mode = mode
@@ -54,7 +54,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 
 def test_a_transfer_that_fails(world: World) -> None:
-    """R29: reported with its reason; the blocks come back on both sides; the next one works."""
+    """R29: the failure is reported with its reason, both sides free their blocks, and the next hand-off works."""
     p, d = world.pair()
     world.hub.faults.fail_next = 1
     world.hand_over(p, d, "t1")
@@ -101,13 +101,13 @@ def test_decode_is_killed(world: World) -> None:
 
 
 def test_a_hanging_handoff_does_not_block_another(world: World) -> None:
-    """Item 5: one peer hangs, the other's hand-off passes; the engine's thread never waits."""
+    """One peer hangs, the hand-off of another one lands, and the engine's thread never waits."""
     p, d = world.pair()
     other = world.engine("q", Role.PREFILL)
     other.fill(SOURCE, 3)
     other.meet(d)
     d.meet(other)
-    # A prefill that never offers: its hand-off hangs until the deadline.
+    # A prefill that never offers, so its hand-off hangs until the deadline.
     d.submit(StepOrders(fetch=(want("hangs", p, world.mode, [20, 21, 22], 0, 12),)))
     world.hand_over(other, d, "passes")
     until(lambda: [landed.transfer for landed in d.seen[0].landed] == ["passes"], p, d, other)
@@ -118,7 +118,7 @@ def test_a_hanging_handoff_does_not_block_another(world: World) -> None:
 
 
 def test_cancel_and_withdraw(world: World) -> None:
-    """R28: both sides get their blocks back, by `released`, and no end is reported twice."""
+    """R28: both sides get their blocks back through `released`, and no end is reported twice."""
     p, d = world.pair()
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     d.submit(StepOrders(cancel=(Cancel(TransferId("t1"), p.engine, p.incarnation, "gone"),)))
@@ -133,8 +133,8 @@ def test_cancel_and_withdraw(world: World) -> None:
     assert not d.seen[0].landed
 
 
-def test_bytes_that_changed_on_the_way_are_never_served(world: World) -> None:
-    """Integrity: prefill's memory is overwritten after it sent its digest."""
+def test_bytes_that_changed_in_transit_are_never_used(world: World) -> None:
+    """Prefill's memory is overwritten after it sent its digest."""
     p, d = world.pair(verify=Verify.ALL)
     world.hub.faults.on_post = lambda *_: p.fill(SOURCE, 99)
     world.hand_over(p, d, "t1")
@@ -155,7 +155,7 @@ def test_how_much_is_verified(world: World, verify: Verify) -> None:
 
 
 def test_a_peer_that_does_not_fit_leaves_nothing(world: World) -> None:
-    """R24: refused before the transport hears of it; what is wanted from it fails at once."""
+    """R24: it is refused before the transport learns of it; what is fetched from it fails at once."""
     d = world.engine("d", Role.DECODE)
     p = world.engine("p", Role.PREFILL)
     hello = p.hello().replace(b"layers.0.attn", b"layers.7.attn")
@@ -182,8 +182,8 @@ def test_ranks_learn_of_their_siblings_from_their_own_hello(world: World) -> Non
     assert d.seen[0].landed[0].verified_cells > 0
 
 
-def test_drain_finishes_what_is_open_and_takes_nothing_new(world: World) -> None:
-    """Item 6."""
+def test_a_drain_finishes_what_is_open_and_takes_nothing_new(world: World) -> None:
+    """A drained driver ends by itself when nothing is open."""
     p, d = world.pair()
     world.hand_over(p, d, "t1")
     until(lambda: p.seen[0].taken == ["t1"], p, d)
@@ -199,13 +199,13 @@ def test_drain_finishes_what_is_open_and_takes_nothing_new(world: World) -> None
     assert "prefill is shutting down" in d.seen[0].failed[0].reason
 
 
-def test_close_tells_the_peer(world: World) -> None:
+def test_close_informs_the_peer(world: World) -> None:
     p, d = world.pair()
     p.submit(StepOrders(offer=(offer("t1", SOURCE, 4, final=False),)))
     d.submit(StepOrders(fetch=(want("t1", p, world.mode, TARGET, 0, 12),)))
     until(lambda: bool(d.drivers[0]._protocol.decode._receives) and not p.drivers[0]._idle, p, d)
     receive = d.drivers[0]._protocol.decode._receives[TransferId("t1")]
-    # Nothing is in flight: a read that is cut off by the close is reported as such, and may come first.
+    # Nothing is in flight; otherwise a read that the close cuts off may be reported first.
     until(lambda: receive.sources[0].arrived_to == 4 and not receive.sources[0].in_flight, p, d)
     p.close()
     until(lambda: bool(d.seen[0].failed), d)
@@ -213,7 +213,7 @@ def test_close_tells_the_peer(world: World) -> None:
 
 
 def test_a_transport_that_cannot_register_fails_the_start() -> None:
-    """The error is the one of the transport, and no thread is left."""
+    """The error is that of the transport, and no thread is left."""
     hub = MemoryHub()
     before = threading.active_count()
 

@@ -39,7 +39,7 @@ def test_every_wanted_byte_arrives_over_nixl(mode: TransferMode) -> None:
             other.submit(StepOrders(offer=(offer(transfer, SOURCE, 9, final=False),)))
             other.submit(StepOrders(offer=(offer(transfer, SOURCE, 21, note=b"first"),)))
             until(lambda other=other, transfer=transfer: all(transfer in seen.taken for seen in other.seen), other, d)  # type: ignore[misc]
-            # Decode confirms, and then reports.
+            # Decode confirms first, and then reports.
             until(lambda transfer=transfer: transfer in [one.transfer for one in d.seen[0].landed], d)  # type: ignore[misc]
             np.testing.assert_array_equal(d.tokens(TARGET, 0, 21), other.tokens(SOURCE, 0, 21))
             assert d.seen[0].landed[-1].verified_cells > 0

@@ -1,4 +1,4 @@
-"""What a transport received becomes whole messages, and what cannot be decoded is dropped."""
+"""What a transport received becomes complete messages; what cannot be decoded is dropped."""
 
 import logging
 

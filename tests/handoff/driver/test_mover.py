@@ -1,4 +1,4 @@
-"""What one part of a hand-off moves: every-token groups chunk by chunk, windows and states at the end only."""
+"""The part of a hand-off that one post moves: groups of all tokens chunk by chunk, windows and states at the end."""
 
 from kvferry.handoff.actions import Peer, Post, PostId
 from kvferry.handoff.driver.links import Flow, Link
@@ -19,7 +19,7 @@ PEER = Peer(PeerName("p/p1/0"), EngineId("p"), Incarnation("p1"), 0)
 
 
 def hybrid(block_tokens: int) -> CacheLayout:
-    """One layer of each kind; region 0 is the full one's, 1 the window's, 2 the state's."""
+    """One layer of each kind; region 0 belongs to the full one, 1 to the window, 2 to the state."""
     builder = LayoutBuilder(Rank())
     builder.full(block_tokens)
     builder.window(block_tokens, 8)
@@ -44,7 +44,7 @@ def post(tokens: TokenRange, whole: TokenRange | None, operation: Operation = Op
 
 
 def moved(*, tokens: TokenRange, whole: TokenRange | None) -> dict[int, int]:
-    """Bytes by destination region."""
+    """Returns the numbers of bytes by destination region."""
     layout = hybrid(4)
     (edge,) = pair([layout], layout).edges
     total: dict[int, int] = {}
@@ -53,11 +53,11 @@ def moved(*, tokens: TokenRange, whole: TokenRange | None) -> dict[int, int]:
     return total
 
 
-def test_progress_moves_only_what_keeps_every_token() -> None:
+def test_progress_moves_only_groups_that_keep_every_token() -> None:
     assert moved(tokens=TokenRange(0, 12), whole=None) == {0: 12 * TOKEN_BYTES}
 
 
-def test_the_last_part_brings_what_the_window_still_needs_and_the_state() -> None:
+def test_the_last_part_brings_the_rest_of_the_window_and_the_state() -> None:
     last = moved(tokens=TokenRange(12, 20), whole=TokenRange(0, 20))
     assert last.pop(0) == 8 * TOKEN_BYTES
     assert 0 < last.pop(1) <= 8 * TOKEN_BYTES
@@ -65,7 +65,7 @@ def test_the_last_part_brings_what_the_window_still_needs_and_the_state() -> Non
     assert not last
 
 
-def test_the_last_part_brings_windows_and_states_also_when_it_has_no_new_token() -> None:
+def test_the_last_part_brings_windows_and_states_even_without_a_new_token() -> None:
     last = moved(tokens=TokenRange(20, 20), whole=TokenRange(0, 20))
     assert 0 not in last
     assert last[1] > 0
@@ -73,7 +73,7 @@ def test_the_last_part_brings_windows_and_states_also_when_it_has_no_new_token()
 
 
 def test_only_the_last_part_reaches_to_the_end_of_its_last_block() -> None:
-    # A part that is overtaken by the next one would write old bytes over new ones.
+    # If the next part overtook it, it would write old bytes over new ones.
     assert moved(tokens=TokenRange(0, 10), whole=None) == {0: 10 * TOKEN_BYTES}
     assert moved(tokens=TokenRange(8, 18), whole=TokenRange(0, 20))[0] == 12 * TOKEN_BYTES
 
@@ -86,7 +86,7 @@ def test_a_unit_is_a_whole_number_of_blocks_on_both_sides() -> None:
 
 
 def test_a_wrong_table_of_a_peer_is_an_error_of_the_part() -> None:
-    """R22: no id of a peer reaches memory unchecked."""
+    """R22: no block id of a peer is used to address memory unchecked."""
     hub = MemoryHub()
     layout = hybrid(4)
     (edge,) = pair([layout], layout).edges

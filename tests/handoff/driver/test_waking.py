@@ -1,4 +1,4 @@
-"""A driver that sleeps is woken by its peers, and sleeps no longer than it may."""
+"""A driver that sleeps is woken by its peers, and never sleeps longer than it may."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from kvferry.transport.base import Transport
 from tests.harness.handoff_engines import Engine, memory_transports, offer, settings_for, until, want
 
 LONG_S = 30.0
-"""Far more than a test takes: a sleeper that sleeps so long was not woken."""
+"""Far longer than a test takes: a driver that sleeps this long was not woken."""
 
 
 class _WithHost(Engine):
@@ -61,7 +61,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[[TransferMode
 def test_drivers_that_are_woken_need_no_polling(
     mode: TransferMode, make_pair: Callable[[TransferMode], Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While every peer wakes us, a driver that would sleep for half a minute between two looks hands over at once."""
+    """If every peer wakes it, a driver that would poll only each half minute hands over at once."""
     monkeypatch.setattr("kvferry.handoff.driver.driver.longest_wait_s", _sleeps_long)
     p, d = make_pair(mode)
     until(lambda: all(_is_woken(engine) for engine in (p, d)))
@@ -77,7 +77,7 @@ def test_drivers_that_are_woken_need_no_polling(
 
 
 def _is_woken(engine: Engine) -> bool:
-    """Its transport needs not poll for its peers."""
+    """A transport that needs no polling."""
     (driver,) = engine.drivers
     bell = getattr(driver._transport, "_bell", None)
     return driver._connections.num_connected == 1 and (bell is None or bell.all_ring(driver._connections.links))
@@ -123,7 +123,7 @@ def test_how_long_a_driver_sleeps() -> None:
 
 
 def test_a_landing_is_reported_before_prefill_gets_its_confirm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine waits for it; the Confirm that gives prefill its blocks back is no hurry."""
+    """The engine waits for the report; the Confirm that frees prefill's blocks is less urgent."""
     _, transports = memory_transports()
     settings = settings_for(TransferMode.PUSH)
     p, d = (_WithHost(name, role, settings, transports) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)))

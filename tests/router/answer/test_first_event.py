@@ -1,4 +1,4 @@
-"""The client's stream begins with prefill's first token; decode's first event, which says it again, is dropped."""
+"""The client's stream begins with prefill's first token; decode's first event, which repeats it, is dropped."""
 
 import asyncio
 import json
@@ -117,7 +117,7 @@ async def test_the_first_token_comes_before_decode_has_begun(mode: str, chat: bo
     ],
     ids=["a stop string may begin here", "several choices", "no text yet", "half a character"],
 )
-async def test_what_does_not_stand_by_itself_waits_for_decode(more: dict[str, Any], text: str) -> None:
+async def test_an_incomplete_first_token_waits_for_decode(more: dict[str, Any], text: str) -> None:
     whole = event("a") + REST
     p, d = workers(prefilling(text), decoding(whole))
     async with fleet(p, d) as (url, _):
@@ -127,7 +127,7 @@ async def test_what_does_not_stand_by_itself_waits_for_decode(more: dict[str, An
 
 
 @pytest.mark.parametrize("how", ["it does not know how", "switched off", "push that draws"])
-async def test_and_so_does_what_decode_may_say_otherwise(how: str) -> None:
+async def test_a_first_token_that_decode_may_replace_waits_for_decode(how: str) -> None:
     whole = event("a") + REST
     p, d = workers(prefilling(), decoding(whole), "push" if how == "push that draws" else "pull")
     settings = FAST
@@ -143,7 +143,7 @@ async def test_and_so_does_what_decode_may_say_otherwise(how: str) -> None:
 
 
 @pytest.mark.parametrize("failing", [refusing(500), cutting], ids=["500", "cut"])
-async def test_another_decode_goes_on_from_it_with_the_same_hand_off(failing: Script) -> None:
+async def test_another_decode_continues_from_it_with_the_same_hand_off(failing: Script) -> None:
     p, d = workers(prefilling(), failing)
     other = a_decode("d1", script=decoding(event("a") + REST))
     assert other.info is not None
@@ -160,7 +160,7 @@ async def test_another_decode_goes_on_from_it_with_the_same_hand_off(failing: Sc
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("failing", [refusing(500), refusing(422)], ids=["500", "a client's error"])
-async def test_when_decode_fails_after_it_the_stream_says_so(mode: str, failing: Script) -> None:
+async def test_the_stream_reports_it_if_decode_fails_after_it(mode: str, failing: Script) -> None:
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
         await until_async(lambda: bool(p.asked))
         await asyncio.sleep(0.1)  # prefill's answer overtakes it

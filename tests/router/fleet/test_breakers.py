@@ -1,9 +1,9 @@
-"""A circuit breaker, by a clock that the test turns."""
+"""A circuit breaker, with a clock that the test moves."""
 
 from kvferry.router.fleet.breakers import Breaker, BreakerState
 
 
-def test_it_opens_after_failures_in_a_row_and_tries_one_request_a_period() -> None:
+def test_it_opens_after_consecutive_failures_and_then_tries_one_request_per_period() -> None:
     breaker = Breaker(3, 2.0, 5.0)
     assert [breaker.failed(0.0, "x") for _ in range(3)] == [False, False, True]
     assert (breaker.state(1.9), breaker.permits(1.9)) == (BreakerState.OPEN, False)
@@ -21,7 +21,7 @@ def test_it_opens_after_failures_in_a_row_and_tries_one_request_a_period() -> No
     assert (breaker.state(13.0), breaker.reason) == (BreakerState.CLOSED, "")
 
 
-def test_a_good_answer_in_between_starts_the_count_anew() -> None:
+def test_a_success_in_between_restarts_the_count() -> None:
     breaker = Breaker(2, 1.0, 1.0)
     for _ in range(5):
         breaker.failed(0.0, "x")

@@ -1,4 +1,4 @@
-"""Workers come and go: a file, registrations with a lease; keys; early meetings."""
+"""Workers come and go: by a file, or by registrations with a lease; keys; early meetings."""
 
 import asyncio
 import json
@@ -59,7 +59,7 @@ async def test_a_fleet_file_is_watched(tmp_path: Path) -> None:
             await until_async(lambda: len(d1.asked) == 1)
             write(path, prefill=[p.url], decode=[d0.url])
             await until_async(lambda: [w.name for w in router.fleet.decode] == ["d0"])
-            assert not d1.asked[0].cancelled  # what is open goes on
+            assert not d1.asked[0].cancelled  # open requests continue
             stuck.cancel()
             await asyncio.gather(stuck, return_exceptions=True)
 
@@ -74,7 +74,7 @@ async def test_a_fleet_file_is_watched(tmp_path: Path) -> None:
         '{"decode": [3]}',
     ],
 )
-async def test_a_file_that_says_nothing_sensible_changes_nothing(
+async def test_a_file_that_makes_no_sense_changes_nothing(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "fleet.json"
@@ -102,12 +102,12 @@ async def test_a_router_that_cannot_read_its_file_leaves_nothing_open(caplog: py
     await asyncio.sleep(0)
 
 
-async def test_a_file_that_cannot_be_read_at_the_start_is_told() -> None:
+async def test_a_file_that_cannot_be_read_at_the_start_is_reported() -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         await FleetFile("/nowhere/fleet.json", Fleet([], [], RouterSettings())).start()
 
 
-async def test_a_file_leaves_workers_of_flags_alone(tmp_path: Path) -> None:
+async def test_a_file_does_not_touch_workers_given_by_flags(tmp_path: Path) -> None:
     path = tmp_path / "fleet.json"
     write(path, decode=["http://127.0.0.1:2"])
     known = Fleet(["http://127.0.0.1:3"], [], RouterSettings())
@@ -135,7 +135,7 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     leases.end_leases(20.0)
     assert len(known.workers) == 3
     leases.take(Registration(url="http://127.0.0.1:2", role=Role.BOTH, leaving=True), 20.0)
-    # The operator's own needs no lease, and cannot be registered away.
+    # The operator's own worker needs no lease, and cannot be registered away.
     leases.take(Registration(url="http://127.0.0.1:9", role=Role.DECODE), 20.0)
     leases.take(Registration(url="http://127.0.0.1:9", role=Role.DECODE, leaving=True), 20.0)
     leases.end_leases(1000.0)
@@ -169,10 +169,10 @@ async def test_workers_register_serve_and_leave() -> None:
             response, _ = await post(url, BODY)
             assert response.headers["x-kvferry-route"] == "pull"
             first_s = min(leases._until_s.values())
-            await until_async(lambda: min(leases._until_s.values()) > first_s)  # they said so again in time
-            await both[0].stop()  # says so
+            await until_async(lambda: min(leases._until_s.values()) > first_s)  # they renewed in time
+            await both[0].stop()  # it announces that it leaves
             assert router.fleet.prefill == []
-            for task in both[1]._tasks:  # a process that dies says nothing
+            for task in both[1]._tasks:  # a process that dies announces nothing
                 task.cancel()
             leases.end_leases(max(leases._until_s.values()) - 0.01)
             assert len(router.fleet.decode) == 1
@@ -208,7 +208,7 @@ async def test_registration_needs_the_key_or_is_off(tmp_path: Path) -> None:
     async with routing(router) as url:
         status, body = await register(url, None)
         assert (status, body["error"]["code"]) == (403, "registration_off")
-    # On loopback there may be a proxy in front: where clients need a key, nobody registers without one.
+    # On loopback there may be a proxy in front: if clients need a key, registration needs one too.
     files = RouterFiles(api_keys=str(tmp_path / "key"))
     router = Router([], ["http://127.0.0.1:1"], FAST, files=files, open_registration=True)
     async with routing(router) as url:
@@ -228,7 +228,7 @@ async def test_registration_needs_the_key_or_is_off(tmp_path: Path) -> None:
         assert await register(url, "a-registration-key") == (200, {"lease_s": 10.0})
 
 
-async def test_clients_need_a_key_and_workers_get_another(tmp_path: Path) -> None:
+async def test_clients_need_a_key_and_workers_get_another_one(tmp_path: Path) -> None:
     (tmp_path / "clients").write_text(f"# two of them\n{KEY}\n\nanother-client-key\n")
     (tmp_path / "worker").write_text("the-key-of-workers")
     files = RouterFiles(api_keys=str(tmp_path / "clients"), worker_key=str(tmp_path / "worker"))
@@ -253,7 +253,7 @@ async def test_clients_need_a_key_and_workers_get_another(tmp_path: Path) -> Non
         assert asked.headers["authorization"] == "Bearer the-key-of-workers"
 
 
-async def test_without_keys_the_clients_own_is_passed_on() -> None:
+async def test_the_clients_key_is_passed_on_if_the_router_has_none() -> None:
     p, d = a_prefill(), a_decode()
     async with fleet(p, d) as (url, _):
         await post(url, BODY, headers={"Authorization": "Bearer x"})
@@ -261,7 +261,7 @@ async def test_without_keys_the_clients_own_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "# none\n", "short\n", "has a space\n", "umlaut-\u00e4\u00e4\u00e4\n"])
-def test_a_key_file_that_has_no_good_key(tmp_path: Path, text: str) -> None:
+def test_a_key_file_without_a_valid_key_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match="key file"):

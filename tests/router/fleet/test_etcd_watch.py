@@ -1,4 +1,4 @@
-"""Workers that are found in etcd: against a real one where there is one, and against one that misbehaves."""
+"""Workers that are found in etcd: with a real one if it is installed, and with one that misbehaves."""
 
 import asyncio
 import base64
@@ -38,7 +38,7 @@ def _free_port() -> int:
 
 
 class RealEtcd:
-    """One member, that can be stopped and started with what it had."""
+    """A member that can be stopped, and started again with its data."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{_free_port()}"
@@ -54,7 +54,7 @@ class RealEtcd:
     def start(self) -> None:
         environment = {**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine.replace("aarch64", "arm64")}
         quiet = subprocess.DEVNULL
-        flags = [one for one in self._argv if one != "--unsafe-no-fsync"]  # 3.4 does not know it
+        flags = [one for one in self._argv if one != "--unsafe-no-fsync"]  # version 3.4 does not have this flag
         self._process = subprocess.Popen(flags, stdout=quiet, stderr=quiet, env=environment)
 
     def stop(self) -> None:
@@ -111,13 +111,13 @@ async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
         )
         response, _raw = await post(url, BODY)
         assert (response.status, response.headers["x-kvferry-prefill"]) == (200, "p0")
-        # etcd goes away: nothing changes for clients. It comes back: the leases go on.
+        # etcd goes away: nothing changes for clients. It comes back: the leases continue.
         etcd.stop()
         assert (await post(url, BODY))[0].status == 200
         etcd.start()
         await etcd.well()
         assert len(urls(router)) == 2
-        await registrars[0].stop()  # it says so
+        await registrars[0].stop()  # it is logged
         await until_async(lambda: urls(router) == {(d.url, "decode")})
         registrars[1]._task.cancel()  # type: ignore[union-attr]  # it dies: its lease ends
         registrars[1]._lease = ""
@@ -129,7 +129,7 @@ async def test_workers_come_serve_and_go(etcd: RealEtcd) -> None:
 
 @real
 @pytest.mark.process
-async def test_keys_that_make_no_sense_are_told_and_ignored(etcd: RealEtcd, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_that_make_no_sense_are_logged_and_ignored(etcd: RealEtcd, caplog: pytest.LogCaptureFixture) -> None:
     await etcd.well()
     async with aiohttp.ClientSession() as session:
         client = Etcd(session, etcd.url)
@@ -175,7 +175,7 @@ def _pairs(**found: str) -> bytes:
      b'{"x":' + b"[" * 100_000],
     ids=["500", "empty", "list", "number", "bad key", "bad value", "huge", "deep"],
 )  # fmt: skip
-async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
+async def test_an_answer_that_is_no_json_changes_nothing(answer: Any) -> None:
     async with a_fake({"kv/range": answer}) as url:
         async with aiohttp.ClientSession() as session:
             with pytest.raises(EtcdFailed):
@@ -184,7 +184,7 @@ async def test_an_answer_that_is_none_changes_nothing(answer: Any) -> None:
             assert urls(router) == set()
 
 
-async def test_a_watch_that_stays_silent_is_ended_and_all_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_watch_is_ended_and_everything_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.web.etcd._WATCH_QUIET_S", 0.05)
     silent = asyncio.Event()
 
@@ -192,7 +192,7 @@ async def test_a_watch_that_stays_silent_is_ended_and_all_is_read_again(monkeypa
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b'{"result":{"created":true}}\n')
-        await silent.wait()  # as a host that has gone without a word
+        await silent.wait()  # like a host that vanished
         return response
 
     app = web.Application()
@@ -217,19 +217,19 @@ async def test_a_lost_etcd_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFi
         assert urls(router) == {("http://127.0.0.1:9", "decode")}
 
 
-async def test_nobody_there_is_no_reason_not_to_start(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_router_starts_without_a_reachable_etcd(caplog: pytest.LogCaptureFixture) -> None:
     async with a_router(f"http://127.0.0.1:{_free_port()}") as (url, _):
         assert (await post(url, BODY))[0].status == 503
         assert "etcd does not answer yet" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:2379", "etcd://h"])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--etcd"):
         Router([], [], FAST, etcd=url)
 
 
-async def test_a_lease_that_has_ended_is_granted_anew() -> None:
+async def test_a_lease_that_has_ended_is_granted_again() -> None:
     """etcd was restored from a backup, or the worker was stopped for longer than its lease."""
     puts: list[str] = []
     answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"1"}', "lease/keepalive": b'{"result":{"ID":"7"}}'}
@@ -250,7 +250,7 @@ async def test_a_lease_that_has_ended_is_granted_anew() -> None:
 
 
 async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """etcd failed between the lease and its keys: the lease lives, and the keys have to come all the same."""
+    """etcd failed between the lease and its keys: the lease exists, and the keys still have to be put."""
     monkeypatch.setattr("kvferry.engines.mini.server.etcd_registration._RETRY_S", 0.01)
     alive = b'{"result":{"ID":"7","TTL":"9"}}'
     answers: dict[str, Any] = {"lease/grant": b'{"ID":"7","TTL":"9"}', "lease/keepalive": alive}

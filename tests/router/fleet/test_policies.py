@@ -1,4 +1,4 @@
-"""Who of several workers is chosen."""
+"""Which of several workers is chosen."""
 
 import random
 from dataclasses import dataclass, field
@@ -53,13 +53,13 @@ def test_round_robin_does_not_look_at_load() -> None:
     assert len({policy.choose(all_of_them, Wants()).url for _ in range(2)}) == 2
 
 
-def test_load_has_what_others_sent_there() -> None:
+def test_load_includes_the_requests_of_other_routers() -> None:
     [worker] = workers(1)
     worker.num_open = 2
     worker.reported(1.0)
     worker.info = an_info(load=Load(open_requests=7))
     assert worker.load == 7
-    worker.num_open = 0  # ours have ended; the 5 of others are still there as far as we know
+    worker.num_open = 0  # ours have ended; as far as we know, the other 5 are still there
     assert worker.load == 5
 
 
@@ -72,9 +72,9 @@ def test_a_cached_prefix_attracts_until_the_queue_costs_more() -> None:
     assert policy.choose(all_of_them, wants).url != "http://w1"
 
 
-def test_room_is_what_is_free_less_what_is_promised_until_the_report_has_it() -> None:
+def test_room_is_what_is_free_less_what_is_reserved_until_the_report_includes_it() -> None:
     [worker] = workers(1)
-    assert worker.has_room(10**9)  # it does not say
+    assert worker.has_room(10**9)  # it does not report it
     worker.info = an_info(limits=Limits(block_tokens=16, blocks=100), room=Room(free_blocks=10))
     worker.reported(5.0)
     with worker.reserving(100) as reservation:
@@ -90,4 +90,4 @@ def test_room_is_what_is_free_less_what_is_promised_until_the_report_has_it() ->
     with worker.reserving(100):
         pass
     assert worker.free_blocks == 10
-    assert worker.blocks_for(10**6) == 100  # what cannot fit at all is for the worker to refuse
+    assert worker.blocks_for(10**6) == 100  # a request that can never fit is for the worker to refuse

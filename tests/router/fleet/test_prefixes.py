@@ -27,7 +27,7 @@ def a_worker(*hashes: bytes) -> Worker:
     return worker
 
 
-def test_both_sides_cut_hashes_alike() -> None:
+def test_both_sides_hash_the_same_pieces() -> None:
     assert HASH_BYTES == ROUTER_HASH_BYTES
     assert len(hashes_of(list(range(40)))) == 2
     assert unpack_hashes(b"12345678rest") == [b"12345678"]
@@ -50,7 +50,7 @@ def test_a_later_prompt_with_the_same_beginning_finds_its_blocks() -> None:
     assert prefixes.prompt(b"c" * 2000, None, with_pieces=True).num_cached(everything) == 0
 
 
-def test_only_an_unbroken_chain_that_the_worker_tells_counts() -> None:
+def test_only_an_unbroken_chain_that_the_worker_reports_counts() -> None:
     prefixes, text = Prefixes(), b"x" * 1024
     hashes = hashes_of(list(text))
     prefixes.learn(prefixes.prompt(text, None, with_pieces=True), hashes, 1024, BLOCK, 1024)
@@ -60,7 +60,7 @@ def test_only_an_unbroken_chain_that_the_worker_tells_counts() -> None:
     assert prompt.num_cached(a_worker()) == 0
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_memory_is_bounded() -> None:
     prefixes = Prefixes(max_pieces=10)
     for i in range(50):
         text = bytes([i]) * 1024
@@ -103,7 +103,7 @@ def test_prompts_of_one_length_measure_no_rate() -> None:
     assert cost.threshold_tokens() == 0
 
 
-def test_a_rate_below_nothing_is_none() -> None:
+def test_a_negative_rate_counts_as_none() -> None:
     cost = HandoffCost()
     for i in range(100):
         cost.on_prefill(100 * (i % 4), 1.0 - 0.1 * (i % 4))
@@ -111,7 +111,7 @@ def test_a_rate_below_nothing_is_none() -> None:
     assert cost.threshold_tokens() == 0
 
 
-def test_the_alarm_rings_for_a_share_of_the_window() -> None:
+def test_the_alarm_is_raised_for_a_share_of_the_window() -> None:
     alarm = DecodeOnlyAlarm(60.0, 0.5)
     assert not alarm.rings(0.0)
     for at_s in range(10):
@@ -124,5 +124,5 @@ def test_the_alarm_rings_for_a_share_of_the_window() -> None:
     for later_s in (12.0, 13.0):
         alarm.note(later_s, "x")
     assert alarm.rings(13.0)
-    assert not alarm.rings(80.0)  # the window is past
+    assert not alarm.rings(80.0)  # the window has passed
     assert alarm.share(80.0) == 0.0

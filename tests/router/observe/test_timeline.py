@@ -30,7 +30,7 @@ def timelines_of(events: list[tuple[str, float, dict[str, Any]]], number: int = 
 
 
 def part(engine: str, offset_s: float, *stages: tuple[str, float, float], error_s: float = 0.0) -> WorkerPart:
-    """Stages are given in the router's time; the worker tells them in its own."""
+    """Returns a report with stages given in the router's time, as the worker reports them on its own clock."""
     shifted = tuple(Stage(name, begin_s + offset_s, end_s + offset_s) for name, begin_s, end_s in stages)
     first, last = shifted[0].begin_s, shifted[-1].end_s
     report = StageReport(
@@ -39,7 +39,7 @@ def part(engine: str, offset_s: float, *stages: tuple[str, float, float], error_
     return WorkerPart(engine, report, offset_s, error_s)
 
 
-def test_a_request_is_open_until_it_has_ended_and_says_what_it_waits_for() -> None:
+def test_a_request_is_open_until_it_has_ended_and_shows_what_it_waits_for() -> None:
     lines = Timelines()
     stages = []
     for name, at_s, fields in PUSH:
@@ -57,7 +57,7 @@ def test_a_request_is_open_until_it_has_ended_and_says_what_it_waits_for() -> No
     assert lines.find("r2") is None
 
 
-def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
+def test_stages_of_workers_with_other_clocks_are_at_the_right_place() -> None:
     parts = [
         part("p0", 5_000.0, ("queue", 10.003, 10.010), ("prefill", 10.010, 10.058)),
         part("d0", -3.5, ("handshake", 10.004, 10.018), ("transfer", 10.018, 10.069), ("decode", 10.069, 10.099)),
@@ -78,7 +78,7 @@ def test_workers_with_clocks_of_their_own_land_where_they_belong() -> None:
         ("decode", "decode"): (10.069, 10.099, "decode request"),
     }
     shares = {(one.lane, one.name): round(1e3 * one.seconds, 3) for one in breakdown(spans)}
-    # Decode's blocks are registered, and waited for, while prefill computes: that time is prefill's.
+    # Decode registers and waits for its blocks while prefill computes, so that time is prefill's.
     assert shares[("prefill", "prefill")] == 48.0
     assert shares[("prefill", "queue")] == 7.0
     assert ("decode", "handshake") not in shares
@@ -97,7 +97,7 @@ def test_a_clock_that_is_off_never_puts_a_stage_outside_its_request() -> None:
 def test_a_request_itself_narrows_the_offset() -> None:
     line = timelines_of(PUSH).find("r1")
     assert line is not None
-    # The clock is 20 ms off, as far as the exchange tells 30 ms either way; the request leaves room for 6 ms.
+    # The clock is 20 ms off, and by the exchange up to 30 ms either way; the request leaves room for 6 ms.
     honest = part("p0", 0.0, ("queue", 10.004, 10.010), ("prefill", 10.010, 10.056))
     off = WorkerPart("p0", honest.report, offset_s=-0.020, error_s=0.030)
     spans = {one.name: one for one in spans_of(line, [off])}
@@ -128,7 +128,7 @@ def test_a_failed_attempt_is_a_span_of_its_own_with_its_cause() -> None:
     assert asked == [("p0", 1.1, 1.2, "broke the connection"), ("p1", 1.3, 1.4, "")]
 
 
-def test_what_is_open_ends_now() -> None:
+def test_an_open_stage_ends_now() -> None:
     line = timelines_of(PUSH[:4]).find("r1")
     assert line is not None
     assert {(one.name, one.end_s) for one in spans_of(line, now_s=12.0) if one.name != "choose"} == {
@@ -159,7 +159,7 @@ NAMES = st.sampled_from(["queue", "prefill", "transfer", "x"])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["prefill", "decode"]), NAMES, st.integers(0, 50), st.integers(0, 50))))
-def test_shares_are_the_whole_and_no_more(stages: list[tuple[str, str, int, int]]) -> None:
+def test_shares_add_up_to_the_whole(stages: list[tuple[str, str, int, int]]) -> None:
     spans = [Span("router", "request", 10.0, 40.0)]
     spans += [Span(lane, name, min(a, b), max(a, b), parent="request") for lane, name, a, b in stages]
     shares = breakdown(spans)

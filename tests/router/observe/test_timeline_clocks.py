@@ -21,12 +21,12 @@ def test_the_true_offset_is_within_the_stated_error(
     assert sample.error_s <= (there_s + back_s) / 2 + 1e-8
 
 
-def test_a_worker_that_claims_nonsense_has_a_large_error_and_no_negative_one() -> None:
+def test_a_worker_with_nonsense_times_has_a_large_error_and_no_negative_one() -> None:
     assert ClockSample.of(1.0, 50.0, 40.0, 2.0).error_s == 0.5  # it answered before it was asked
     assert ClockSample.of(1.0, 50.0, 90.0, 2.0).error_s == 0.0
 
 
-def test_the_fastest_of_the_latest_exchanges_is_believed_until_it_is_old() -> None:
+def test_the_fastest_of_the_latest_exchanges_is_used_until_it_is_old() -> None:
     clocks = WorkerClocks()
     assert clocks.best("p0", "i1", 0.0) is None
     clocks.add("p0", "i1", ClockSample(5.0, 0.001, 0.0))
@@ -34,7 +34,7 @@ def test_the_fastest_of_the_latest_exchanges_is_believed_until_it_is_old() -> No
     best = clocks.best("p0", "i1", 1.0)
     assert best is not None
     assert best.offset_s == 5.0
-    # Clocks drift: a sample that was good a day ago is worse than a poor one of now.
+    # Clocks drift: a good sample from yesterday is worse than a poor one from now.
     clocks.add("p0", "i1", ClockSample(7.0, 0.100, 86_400.0))
     best = clocks.best("p0", "i1", 86_400.0)
     assert best is not None

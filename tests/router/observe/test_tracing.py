@@ -1,4 +1,4 @@
-"""OpenTelemetry: one trace over router, prefill and decode. With an exporter in memory, and with a real receiver."""
+"""OpenTelemetry: one trace over router, prefill and decode; with an exporter in memory, and with a real receiver."""
 
 import asyncio
 import subprocess
@@ -33,7 +33,7 @@ SAMPLED = f"00-{TRACE}-{PARENT}-01"
 
 @asynccontextmanager
 async def traced(*workers: TracedWorker) -> AsyncIterator[tuple[str, InMemorySpanExporter]]:
-    """A router whose spans stay here. Ending the context is ending the router: then all spans are there."""
+    """Yields a router whose spans stay here. Leaving the context ends the router, so that all spans are there."""
     for worker in workers:
         await worker.start()
     prefill = [worker.url for worker in workers if worker.role == "prefill"]
@@ -88,7 +88,7 @@ def parent_of(span: ReadableSpan) -> str:
 
 
 def pair(mode: str = "push") -> tuple[TracedWorker, TracedWorker]:
-    """Their clocks are a day ahead and an hour behind."""
+    """Workers whose clocks are a day ahead and an hour slow."""
     prefill = a_prefill("p0", ("queue", 0.01), ("prefill", 0.03), mode=mode, ahead_s=86_400.0)
     return prefill, a_decode(
         "d0", ("handshake", 0.01), ("transfer", 0.02), ("decode", 0.01), mode=mode, ahead_s=-3600.0
@@ -101,7 +101,7 @@ async def test_one_trace_joins_router_prefill_and_decode(mode: str) -> None:
     began_ns = time.time_ns()
     async with traced(prefill, decode) as (url, exporter):
         await complete(url, traceparent=SAMPLED)
-        # Workers are asked soon after, without anybody's doing.
+        # Workers are asked soon after that, without a further request.
         await until_async(lambda: len(exporter.get_finished_spans()) == 8)
         spans = by_name(exporter.get_finished_spans())
     ended_ns = time.time_ns()
@@ -137,7 +137,7 @@ async def test_one_trace_joins_router_prefill_and_decode(mode: str) -> None:
     assert [event.name for event in root.events] == ["first_byte"]
 
 
-async def test_a_caller_that_does_not_record_is_passed_on_and_costs_nothing_more() -> None:
+async def test_a_callers_trace_that_is_not_recorded_is_passed_on_and_costs_nothing_more() -> None:
     prefill, decode = pair()
     async with traced(prefill, decode) as (url, exporter):
         await complete(url, traceparent=f"00-{TRACE}-{PARENT}-00")
@@ -147,7 +147,7 @@ async def test_a_caller_that_does_not_record_is_passed_on_and_costs_nothing_more
     assert (prefill.num_traces, decode.num_traces) == (0, 0)
 
 
-async def test_a_foreign_traceparent_that_is_none_begins_a_trace_of_ours() -> None:
+async def test_an_invalid_traceparent_begins_a_new_trace() -> None:
     prefill, decode = pair()
     async with traced(prefill, decode) as (url, exporter):
         await complete(url, traceparent="00-nonsense")
@@ -156,7 +156,7 @@ async def test_a_foreign_traceparent_that_is_none_begins_a_trace_of_ours() -> No
     assert f"{root.context.trace_id:032x}" in prefill.asked[0].headers["traceparent"]
 
 
-async def test_a_failed_attempt_is_a_span_with_its_cause_and_the_next_one_its_own() -> None:
+async def test_a_failed_attempt_and_the_next_one_are_separate_spans() -> None:
     bad, good = a_prefill("p-bad"), a_prefill("p-good", ("prefill", 0.0))
     bad.script = cutting
     decode = a_decode("d0", ("decode", 0.0))
@@ -170,7 +170,7 @@ async def test_a_failed_attempt_is_a_span_with_its_cause_and_the_next_one_its_ow
     assert [attributes_of(span)["kvferry.engine"] for span in asked if span not in failed] == ["p-good", "p-good"]
 
 
-async def test_an_answer_that_nobody_can_give_is_an_error_of_the_trace() -> None:
+async def test_a_request_that_no_worker_can_answer_is_an_error_of_the_trace() -> None:
     decode = a_decode("d0")
     decode.script = cutting
     async with traced(decode) as (url, exporter):
@@ -203,7 +203,7 @@ async def test_a_receiver_gets_the_spans_over_otlp(path: str) -> None:
     await listener.start()
     try:
         await complete(listener.url, traceparent=SAMPLED)
-        await listener.stop()  # it sends what it has before it ends
+        await listener.stop()  # it sends its spans before it ends
     finally:
         for one in (prefill, decode, listener, receiver):
             await one.stop()
@@ -236,7 +236,7 @@ async def test_a_receiver_that_is_gone_costs_no_request(monkeypatch: pytest.Monk
         await decode.stop()
 
 
-def test_without_it_nothing_of_opentelemetry_is_imported() -> None:
+def test_opentelemetry_is_not_imported_without_the_flag() -> None:
     code = (
         "import sys, kvferry.cli.route; from kvferry.router.app import Router; Router([], ['http://127.0.0.1:1']);"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
@@ -244,7 +244,7 @@ def test_without_it_nothing_of_opentelemetry_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_without_the_packages_the_flag_says_what_to_install(
+def test_without_the_packages_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvferry.router.observe.tracing", None)
@@ -252,6 +252,6 @@ def test_without_the_packages_the_flag_says_what_to_install(
     assert "pip install 'kvferry[otel]'" in capsys.readouterr().err
 
 
-def test_an_address_without_a_scheme_is_told() -> None:
+def test_an_address_without_a_scheme_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"must begin with http:// or https://"):
         Router([], ["http://127.0.0.1:1"]).trace_to("localhost:4317")

@@ -1,4 +1,4 @@
-"""The router's own HTTP/1.1 client: what it takes for an answer, and what it refuses."""
+"""The router's own HTTP/1.1 client: what it accepts as an answer, and what it refuses."""
 
 import asyncio
 import contextlib
@@ -98,20 +98,20 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_answer_is_refused(name: str) -> None:
+def test_invalid_answers_are_refused(name: str) -> None:
     with pytest.raises(BadAnswer):
         parsed(BAD[name], [100])
 
 
 @pytest.mark.parametrize("raw", [b"", LENGTH[:20], LENGTH[:-1], CHUNKED[:-1], CHUNKED[:-30]])
-def test_an_answer_that_is_cut_short_is_no_answer(raw: bytes) -> None:
+def test_a_truncated_answer_is_an_error(raw: bytes) -> None:
     with pytest.raises(BadAnswer, match="closed"):
         parsed(raw, end=True)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=400), st.lists(st.integers(0, 400), max_size=6))
-def test_no_bytes_do_more_than_be_refused(raw: bytes, cuts: list[int]) -> None:
+def test_arbitrary_bytes_are_at_worst_refused(raw: bytes, cuts: list[int]) -> None:
     for prefix in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"):
         with suppress(BadAnswer):
             parsed(prefix + raw, cuts, end=True)
@@ -124,7 +124,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, An
 
 @asynccontextmanager
 async def a_worker(serve: Serve) -> AsyncIterator[tuple[str, Pool]]:
-    """The address of what serves like this, and a pool."""
+    """Yields the address of a server with this behaviour, and a pool."""
     pool = Pool()
     writers: list[asyncio.StreamWriter] = []
 
@@ -145,7 +145,7 @@ async def a_worker(serve: Serve) -> AsyncIterator[tuple[str, Pool]]:
 
 
 async def request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """One POST as a worker reads it: head and body."""
+    """Returns one POST as a worker reads it: head and body."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
     return head, await reader.readexactly(length)
@@ -187,7 +187,7 @@ async def test_a_connection_that_the_worker_closed_while_idle_is_not_used() -> N
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(LENGTH)
-        writer.close()  # it promised to keep it
+        writer.close()  # it promised to keep it open
 
     async with a_worker(serve) as (url, pool):
         for _ in range(3):
@@ -196,7 +196,7 @@ async def test_a_connection_that_the_worker_closed_while_idle_is_not_used() -> N
             await until_async(lambda one=connection: not one.usable)  # type: ignore[misc]
 
 
-async def test_an_answer_that_nobody_asked_for_never_answers_the_next_request() -> None:
+async def test_an_unrequested_answer_never_answers_the_next_request() -> None:
     idle = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -266,7 +266,7 @@ async def test_a_slow_client_makes_the_worker_wait() -> None:
         assert taken == 64 << 20
 
 
-async def test_who_reads_an_answer_whole_is_not_stopped_by_its_length() -> None:
+async def test_reading_a_whole_answer_does_not_stop_at_a_length() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request(reader)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (4 << 20))
@@ -277,7 +277,7 @@ async def test_who_reads_an_answer_whole_is_not_stopped_by_its_length() -> None:
         assert len(body) == 4 << 20
 
 
-async def test_nobody_there_is_unreachable() -> None:
+async def test_a_closed_port_is_unreachable() -> None:
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -304,7 +304,7 @@ class Wait:
         self.num_due += 1
 
 
-async def test_a_deadline_rings_until_it_is_taken_out_and_others_do_not() -> None:
+async def test_a_deadline_fires_until_it_is_removed_and_others_do_not() -> None:
     deadlines = Deadlines(0.001)
     now_s = asyncio.get_running_loop().time()
     late, later = Wait(now_s - 1), Wait(now_s + 1000)

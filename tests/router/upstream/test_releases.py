@@ -1,4 +1,4 @@
-"""Issue 5, item 6, and R25: a hand-off that nobody will take is given up at once, not when its lease ends."""
+"""R25: a hand-off that no peer will take is given up at once, not when its lease ends."""
 
 import asyncio
 from typing import Any
@@ -27,7 +27,7 @@ from tests.router.test_dispatch import BODY, post
 
 
 def ids_of(worker: Worker) -> list[str]:
-    """The transfers that it was asked to compute."""
+    """Returns the transfers that it was asked to compute."""
     return [asked.body["kv_transfer_params"]["transfer_id"] for asked in worker.asked]
 
 
@@ -36,12 +36,12 @@ def given_up(worker: Worker) -> list[str]:
 
 
 async def settled(router: Router) -> None:
-    """No message of the router is on its way."""
+    """Waits until no message of the router is in flight."""
     await until_async(lambda: not router._releases._tasks)
 
 
 async def hang_up(url: str, when: Worker) -> None:
-    """Ask, and close the connection when that worker works on it."""
+    """Sends a request, and closes the connection when that worker works on it."""
     async with aiohttp.ClientSession() as session:
         asking = asyncio.create_task(session.post(f"{url}/v1/completions", json=BODY))
         await until_async(lambda: bool(when.asked))
@@ -68,7 +68,7 @@ async def test_a_client_that_hangs_up_before_decode_has_begun(mode: str) -> None
 
 
 async def test_a_client_that_hangs_up_while_prefill_computes() -> None:
-    """Its answer may be on the way: the hand-off that it offers would have no taker."""
+    """Its answer may be in flight: no peer would take the hand-off that it offers."""
     p, d = a_prefill(script=hanging), a_decode()
     async with fleet(p, d) as (url, _):
         await hang_up(url, p)
@@ -120,7 +120,7 @@ async def test_a_new_dispatch_gives_the_old_one_up() -> None:
     assert len(taken) == 2
 
 
-async def test_decode_recomputed_and_may_never_have_told_prefill() -> None:
+async def test_a_hand_off_that_decode_recomputed_is_given_up() -> None:
     async def recomputing(request: web.Request, asked: Asked) -> web.StreamResponse:
         headers = {"x-kvferry-handed-over": "0", "x-kvferry-why": "p0 does not fit"}
         return web.json_response({"choices": [{"finish_reason": "length", "text": "ab"}]}, headers=headers)
@@ -138,7 +138,7 @@ async def test_decode_recomputed_and_may_never_have_told_prefill() -> None:
     ids=["says 503", "says 400", "is cut off", "is silent"],
 )
 async def test_a_prefill_that_fails(script: Script, expected: int) -> None:
-    """One that says so has nothing left of it; one that is silent may have."""
+    """A prefill that reports its failure has nothing left of it; a silent one may have."""
     p, d = a_prefill(script=script), a_decode()
     async with fleet(p, d, settings=RouterSettings(prefill_timeout_s=0.1)) as (url, router):
         await post(url, BODY)
@@ -147,7 +147,7 @@ async def test_a_prefill_that_fails(script: Script, expected: int) -> None:
     assert len(p.released) == expected
 
 
-async def test_a_prefill_worker_that_does_not_answer_delays_nobody() -> None:
+async def test_a_prefill_worker_that_does_not_answer_delays_no_client() -> None:
     started, ended = 0, 0
 
     class Deaf(Worker):

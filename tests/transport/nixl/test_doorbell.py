@@ -1,4 +1,4 @@
-"""Rings: a transport that sleeps is woken by a peer, and by nothing that a stranger sends more than it must."""
+"""Rings: a sleeping transport is woken by a peer, and by an unknown sender no more than necessary."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from kvferry.transport.nixl.doorbell import EXPECTING_S, Doorbell, numeric
 CLOCK = MonotonicClock()
 PEER = PeerName("peer")
 LONG_S = 30.0
-"""Far more than a test takes: a sleeper that sleeps so long was not woken."""
+"""Far longer than a test takes: a transport that sleeps this long was not woken."""
 
 
 def make_bell(host: str = "127.0.0.1") -> Doorbell:
@@ -31,7 +31,7 @@ def address_of(bell: Doorbell, host: str = "127.0.0.1") -> WakeAddress:
 
 @pytest.fixture
 def bells() -> Iterator[tuple[Doorbell, Doorbell]]:
-    """One that rings, and one that is rung."""
+    """Yields a transport that rings, and one that is rung."""
     ringing, rung = make_bell(), make_bell()
     ringing.learn(PEER, address_of(rung))
     yield ringing, rung
@@ -39,7 +39,7 @@ def bells() -> Iterator[tuple[Doorbell, Doorbell]]:
     rung.close()
 
 
-def test_a_ring_wakes_a_sleeper(bells: tuple[Doorbell, Doorbell]) -> None:
+def test_a_ring_wakes_a_sleeping_transport(bells: tuple[Doorbell, Doorbell]) -> None:
     ringing, rung = bells
     assert (rung.expecting(), rung.rings_arrive) == (False, False)
     sleeper = threading.Thread(target=rung.wait, args=(LONG_S,))
@@ -54,9 +54,9 @@ def test_a_ring_wakes_a_sleeper(bells: tuple[Doorbell, Doorbell]) -> None:
     assert not rung.expecting(), "the message that was rung for has come"
 
 
-def test_wake_is_for_any_thread_and_any_time() -> None:
+def test_wake_works_from_any_thread_at_any_time() -> None:
     bell = Doorbell(CLOCK)
-    bell.wake()  # before it is open: the first wait is over at once
+    bell.wake()  # before it is open: the first wait returns at once
     bell.open()
     bell.listen("127.0.0.1")
     began_s = time.monotonic()
@@ -75,7 +75,7 @@ def test_a_peer_that_gave_no_address_is_not_rung(bells: tuple[Doorbell, Doorbell
     ringing, rung = bells
     ringing.forget(PEER)
     ringing.ring(PEER)
-    ringing.learn(PEER, address_of(rung, "worker-3.local"))  # a name for a host: it is not looked up
+    ringing.learn(PEER, address_of(rung, "worker-3.local"))  # a host name, which is not looked up
     ringing.learn(PEER, WakeAddress("127.0.0.1", 0, rung.token))
     ringing.ring(PEER)
     rung.wait(0.02)

@@ -1,4 +1,4 @@
-"""What the conformance suite cannot say: NIXL's own errors, peers that die, and what is left behind."""
+"""What the conformance suite cannot test: NIXL's own errors, peers that die, and leftovers."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ def test_a_peer_that_was_killed_is_lost_at_once(local: LocalEnd, remote: Process
 
 
 def test_a_peer_killed_during_a_copy_ends_it_with_an_error(local: LocalEnd, remote: ProcessEnd) -> None:
-    # Whatever instant the kill hits, the transfers end, and none of them as a success after the peer is gone.
+    # Whenever the kill comes, the transfers end, and none of them with success after the peer is gone.
     stop = threading.Timer(0.05, remote.kill)
     stop.start()
     outcomes: list[str | None] = []
@@ -112,7 +112,7 @@ def disconnect(end: LocalEnd) -> None:
 
 @pytest.fixture
 def over_tcp() -> Iterator[tuple[ProcessEnd, ProcessEnd]]:
-    """TCP needs the peer's help for each byte, so that a stopped peer really stalls a transfer."""
+    """Makes a transport over TCP, which needs the peer's help for each byte, so a stopped peer stalls transfers."""
     local = ProcessEnd("nixl", LOCAL, (BIG,), options={"settle_s": 0.3}, environment=TCP)
     remote = ProcessEnd("nixl", REMOTE, (BIG,), environment=TCP)
     local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
@@ -151,7 +151,7 @@ def test_disconnecting_a_peer_that_hangs_ends_its_transfers(over_tcp: tuple[Proc
 
 
 def census() -> tuple[set[str], int]:
-    """What this process holds: open files by what they are, and its threads."""
+    """Returns what this process holds: open files by kind, and its threads."""
     return set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -169,7 +169,7 @@ def two_ends() -> tuple[LocalEnd, LocalEnd]:
 
 def test_close_leaves_no_thread_no_file_and_no_shared_memory() -> None:
     for end in two_ends():
-        end.close()  # the library opens a few things once for ever
+        end.close()  # the library opens a few things once and keeps them
     shared, before = set(os.listdir("/dev/shm")), census()
     ends = two_ends()
     ends[0].transport.post(REMOTE, Operation.READ, [runs([0], [0], [100])])
@@ -194,7 +194,7 @@ def test_ten_thousand_transfers_leave_nothing() -> None:
     before, resident_before = census(), resident_mib()
     transfers(10_000)
     assert census() == before
-    # 20 bytes a transfer at most: a handle of ten descriptors would be more.
+    # At most 20 bytes per transfer: a handle of ten descriptors would be more.
     assert resident_mib() - resident_before <= 4
     local.close()
     remote.close()

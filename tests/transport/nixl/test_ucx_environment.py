@@ -1,4 +1,4 @@
-"""Defaults are set only where the operator has set nothing."""
+"""Defaults are set only if the operator has set nothing."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from kvferry.transport.nixl import ucx_environment
 from kvferry.transport.nixl.ucx_environment import may_read_other_processes, prepare_environment
 
 
-def test_what_is_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_environment, "may_read_other_processes", lambda: False)
     theirs = {"NIXL_LOG_LEVEL": "DEBUG", "UCX_LOG_FILE": "/dev/null", "UCX_TLS": "rc"}
     environment = dict(theirs)
@@ -16,7 +16,7 @@ def test_what_is_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment == theirs
 
 
-def test_what_is_unset_gets_a_default_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_variables_get_a_default_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_environment, "may_read_other_processes", lambda: False)
     environment: dict[str, str] = {}
     assert prepare_environment(environment) == environment
@@ -24,7 +24,7 @@ def test_what_is_unset_gets_a_default_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert prepare_environment(environment) == {}
 
 
-def test_cma_stays_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cma_stays_on_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucx_environment, "may_read_other_processes", lambda: True)
     assert "UCX_TLS" not in prepare_environment({})
 
@@ -40,7 +40,7 @@ def test_cma_stays_where_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nonsense", "000001ffffffffff", False),
     ],
 )
-def test_reading_another_process_needs_yamas_leave(
+def test_reading_another_process_needs_the_permission_of_yama(
     tmp_path: Path, scope: str | None, capabilities: str, may: bool
 ) -> None:
     if scope is not None:

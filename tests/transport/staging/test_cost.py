@@ -1,4 +1,4 @@
-"""The cost model chooses by measured curves, and a calibration that cannot be read is no calibration."""
+"""The cost model chooses by measured curves; a calibration that cannot be read is ignored."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def choice(name: str, operation: Operation, total_bytes: int) -> Route:
         ("tp1-tp2-nhd", WRITE, Route.STAGED),
     ],
 )
-def test_short_runs_are_staged_where_that_makes_them_long(name: str, operation: Operation, route: Route) -> None:
+def test_short_runs_are_staged_if_that_makes_them_long(name: str, operation: Operation, route: Route) -> None:
     assert choice(name, operation, 64 << 20) is route
 
 
@@ -77,7 +77,7 @@ def test_a_calibration_is_saved_and_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["calibration.json"]
 
 
-def test_without_a_setting_it_lies_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVFERRY_CACHE", raising=False)
     assert calibration_path().parts[-3:] == (".cache", "kvferry", "calibration.json")
 

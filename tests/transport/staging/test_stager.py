@@ -1,4 +1,4 @@
-"""Staged transfers end once, with the right bytes, and give their staging memory back, whatever fails."""
+"""Staged transfers end once, with the right bytes, and release their staging memory, whatever fails."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ WANTED = TokenRange(0, NUM_TOKENS)
 
 @dataclass
 class Rig:
-    """A stager at the near end, and both caches. For a READ `local` is the destination."""
+    """A stager at the local end, and both caches. For a READ, `local` is the destination."""
 
     hub: MemoryHub
     near_transport: MemoryTransport
@@ -39,12 +39,12 @@ class Rig:
     plans: Iterator[StagedPlan]
 
     def wait_done(self) -> StagedDone:
-        """Drive until the only transfer has ended."""
+        """Runs until the only transfer has ended."""
         (done,) = self.wait_all(1)
         return done
 
     def wait_all(self, count: int) -> list[StagedDone]:
-        """Drive until that many have ended."""
+        """Runs until this many have ended."""
         ended: list[StagedDone] = []
         end_s, pause = time.monotonic() + 20, threading.Event()
         while True:
@@ -128,7 +128,7 @@ def test_a_failed_chunk_fails_the_transfer_once_after_the_others_ended(operation
 
 
 @pytest.mark.parametrize("operation", list(Operation))
-def test_a_lost_peer_fails_it(operation: Operation) -> None:
+def test_a_lost_peer_fails_the_transfer(operation: Operation) -> None:
     room = rig("nhd-hnd", operation)
     posts = iter(range(100))
     room.hub.faults.on_post = lambda _from, to, _operation: room.hub.lose(to) if next(posts) == 2 else None
@@ -154,7 +154,7 @@ def test_a_cancelled_transfer_ends_when_its_chunks_have() -> None:
     room.stager.close()
 
 
-def test_a_chunk_larger_than_the_pool_says_which_setting() -> None:
+def test_a_chunk_larger_than_the_pool_is_refused_with_the_setting() -> None:
     room = rig("nhd-hnd", Operation.READ, pool_bytes=4096, chunk_bytes=1 << 20)
     room.stager.start(REMOTE, Operation.READ, room.plans)
     assert "transfer.staging_bytes=4096" in (room.wait_done().error or "")
@@ -166,14 +166,14 @@ def test_chunks_are_cut_so_that_several_fit_the_pool() -> None:
     assert rig("same", Operation.READ, pool_bytes=64 << 20).stager.chunk_bytes == CHUNK_BYTES
 
 
-def test_nothing_to_move_still_tells() -> None:
+def test_an_empty_transfer_still_ends_with_its_message() -> None:
     room = rig("same", Operation.READ)
     room.stager.start(REMOTE, Operation.READ, iter(()), b"a full hit")
     assert room.wait_done().error is None
     assert [message.body for message in room.far_transport.poll().messages] == [b"a full hit"]
 
 
-def test_close_in_the_middle_gives_everything_back() -> None:
+def test_close_in_the_middle_releases_everything() -> None:
     room = rig("nhd-hnd", Operation.WRITE)
     room.stager.start(REMOTE, Operation.WRITE, room.plans)
     room.stager.poll()

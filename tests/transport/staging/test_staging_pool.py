@@ -81,7 +81,7 @@ def test_runs_to_and_from_staging_do_what_packing_does(name: str) -> None:
 
 
 def test_chunks_of_block_major_caches_keep_blocks_whole() -> None:
-    # The source side then needs no packing: its blocks go as they are.
+    # The source side then needs no packing: its blocks are sent as they are.
     over = edge(*PAIRS["nhd-hnd"])
     plans = list(chunk_plans(over, table(PAIRS["nhd-hnd"][0], 1), table(PAIRS["nhd-hnd"][1], 2), TokenRange(0, 288)))
     assert sum(num_pieces(plan.source) for plan in plans) == NUM_TOKENS // 16
@@ -118,7 +118,7 @@ def test_a_plan_that_leaves_its_memory_is_refused() -> None:
 @pytest.mark.parametrize("ids", [[0], [2, 1, 0], [0, 1, 2, 3, 9, 7], [5, 5 + 3, 5 + 6, 0, 1], list(range(40))[::-1]])
 @pytest.mark.parametrize("offset", [16, 12, 6, 3])
 def test_torch_and_numpy_copy_the_same(ids: list[int], offset: int) -> None:
-    # What runs on a device is torch; here it runs on the CPU, so that it is tested without one.
+    # A device uses torch; here it runs on the CPU, so that it is tested without a device.
     noise = np.random.default_rng(1)
     box = PackBox(0, offset, np.array(ids), 48, ((2, 20, 12), (3, 4, 4)), 4, offset, 24)
     old_cache = np.frombuffer(noise.bytes(48 * 50), np.uint8)
@@ -186,7 +186,7 @@ def test_a_pool_without_room_is_a_wrong_setting(size: int) -> None:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20_000)), max_size=60))
 @settings(max_examples=examples(100))
-def test_leases_never_overlap_and_all_memory_comes_back(steps: list[tuple[bool, int]]) -> None:
+def test_leases_never_overlap_and_all_memory_is_released(steps: list[tuple[bool, int]]) -> None:
     pool = StagingPool(64 << 10)
     held: list[Lease] = []
     for take, number in steps:

@@ -11,7 +11,7 @@ from kvferry.layout.description import MemoryKind
 from tests.harness.tiny_model import whole_cache
 
 
-def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
+def test_a_cache_that_is_too_small_names_the_size_that_is_enough(tiny_model: LoadedModel) -> None:
     settings = EngineSettings(cache_bytes=20_000)
     one = 3 * 2 * 2 * 16 * 16 * 4
     with pytest.raises(
@@ -22,7 +22,7 @@ def test_a_cache_too_small_says_what_would_do(tiny_model: LoadedModel) -> None:
     assert 2 * one <= flag * (1 << 30) <= 2 * one + 1100, "the flag that is named counts GiB, and is enough"
 
 
-def test_the_largest_cache_is_named_as_its_flag_counts_it() -> None:
+def test_the_largest_cache_is_given_in_the_unit_of_its_flag() -> None:
     assert cache_flag(14_973_050_880, at_least=False) == "--cache-gb 13.94474"
     assert cache_flag(14_973_050_880, at_least=True) == "--cache-gb 13.944741"
     assert cache_flag(10 << 30, at_least=True) == "--cache-gb 10"

@@ -1,4 +1,4 @@
-"""Sampling: each setting alone, distributions, and draws that depend on seed and place alone."""
+"""Sampling: each setting alone, distributions, and draws that depend only on seed and place."""
 
 from typing import Any
 
@@ -72,7 +72,7 @@ def test_settings_of_one_row_leave_the_others_alone() -> None:
     assert [c.token for c in sample_tokens(logits, rows)] == [1, 1, 2]
 
 
-def test_a_draw_depends_on_seed_and_place_alone() -> None:
+def test_a_draw_depends_only_on_seed_and_place() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
     alone = [sample_tokens(logits[None].clone(), [_row(seed=s, temperature=1.0)])[0].token for s in range(20)]
     batch = sample_tokens(logits.repeat(20, 1), [_row(seed=s, temperature=1.0) for s in range(20)])
@@ -126,7 +126,7 @@ def test_no_end_before_min_tokens() -> None:
     assert _pick(logits, _row(temperature=0.0, min_tokens=2, ignore_eos=True)) == 0
 
 
-def test_logprobs_are_of_the_untouched_logits_best_first() -> None:
+def test_logprobs_are_of_the_unchanged_logits_best_first() -> None:
     logits = [0.0, 2.0, 1.0]
     want = torch.log_softmax(torch.tensor(logits), 0).tolist()
     found = sample_tokens(torch.tensor([logits]), [_row(temperature=0.0, logprobs=2, logit_bias={0: 50.0})])[0]

@@ -111,7 +111,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> N
         ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than topk_group holds"),
     ],
 )
-def test_a_config_that_cannot_be_run_says_why(
+def test_a_config_that_cannot_be_run_is_refused_with_the_reason(
     tmp_path: Path, family: str, changes: dict[str, Any], message: str
 ) -> None:
     directory = make_tiny_model(tmp_path / "model", family)

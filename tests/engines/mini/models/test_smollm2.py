@@ -119,7 +119,7 @@ def test_the_converted_weights_are_those_of_transformers(model: LoadedModel) -> 
             assert torch.equal(file.get_tensor(ours)[:768], want.to(torch.bfloat16)), ours
 
 
-def test_the_second_look_converts_nothing(model: LoadedModel) -> None:
+def test_a_second_search_converts_nothing(model: LoadedModel) -> None:
     before = (model.directory / "model.safetensors").stat().st_mtime_ns
     assert model_directory("smollm2") == model.directory
     assert (model.directory / "model.safetensors").stat().st_mtime_ns == before

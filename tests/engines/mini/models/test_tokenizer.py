@@ -31,7 +31,7 @@ def test_pieces_add_up_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-def test_characters_come_whole(tokenizer: Tokenizer) -> None:
+def test_only_complete_characters_come_out(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.push(token) for token in tokenizer.encode("é🙂x")]
     assert [piece for piece in pieces if piece] == ["é", "🙂", "x"]
@@ -141,7 +141,7 @@ def _with_template(tmp_path: Path, template: object) -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
-def test_no_template(tmp_path: Path) -> None:
+def test_a_model_without_a_template_is_reported(tmp_path: Path) -> None:
     tokenizer = _with_template(tmp_path, None)
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
@@ -165,7 +165,7 @@ def test_a_broken_template_is_found_when_loading(tmp_path: Path) -> None:
         _with_template(tmp_path, "{% for %}")
 
 
-def test_several_templates_and_a_file_of_its_own(tmp_path: Path) -> None:
+def test_several_templates_and_a_template_in_a_separate_file(tmp_path: Path) -> None:
     many = _with_template(
         tmp_path / "a", [{"name": "default", "template": "D{{ tools }}"}, {"name": "x", "template": ""}]
     )

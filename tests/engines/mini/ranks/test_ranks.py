@@ -38,7 +38,7 @@ LENGTHS = (5, 17, 40, 130)
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    """The launcher of all sets of ranks. When it ends, none of them is left."""
+    """Yields the launcher of all sets of ranks, and checks at the end that none of them is left."""
     with_torch = Launcher()
     yield with_torch
     with_torch.close()
@@ -141,7 +141,7 @@ def test_ranks_agree_on_the_smallest_cache_and_name_their_layers(tmp_path: Path,
     assert {t.paging.num_blocks for one in layouts for t in one.tensors} == {engine.executor.num_blocks}
 
 
-def test_stages_have_different_requests_on_their_way_at_once(tmp_path: Path, make_ranked: Any) -> None:
+def test_stages_work_on_different_requests_at_once(tmp_path: Path, make_ranked: Any) -> None:
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), pp=2))
     flights: list[set[str]] = []
     submit = engine.executor.submit
@@ -160,7 +160,7 @@ def test_stages_have_different_requests_on_their_way_at_once(tmp_path: Path, mak
     assert engine.stats().steps >= 2 * 8
 
 
-def test_an_abort_between_two_stages_leaves_the_others_as_they_were(tmp_path: Path, make_ranked: Any) -> None:
+def test_an_abort_between_two_stages_leaves_the_other_requests_as_they_were(tmp_path: Path, make_ranked: Any) -> None:
     directory = make_tiny_model(tmp_path / "m")
     want = _answers(Engine.load(_settings(directory)))
     engine = make_ranked(_settings(directory, pp=2))
@@ -223,7 +223,7 @@ def test_without_a_revival_the_step_says_which_rank_died(tmp_path: Path, make_ra
         finish(engine)
 
 
-def test_a_rank_that_fails_says_how(tmp_path: Path, make_ranked: Any) -> None:
+def test_a_rank_that_fails_reports_its_error(tmp_path: Path, make_ranked: Any) -> None:
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2))
     beyond = ChunkInput((1 << 20,), 0, 1, (BlockTable(0, 0, (1,)),), 1)
     engine.executor.submit(StepInput((beyond,)), StepOrders())
@@ -242,19 +242,19 @@ def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, mak
         collect(*args)
         os.kill(engine.executor.pids[0], signal.SIGKILL)
         until(lambda: engine.executor.has_reports, "it is noticed")
-        engine.executor.reports()  # raises, as does whatever the step wants of the ranks from here on
+        engine.executor.reports()  # raises, as does everything else that needs the ranks from now on
 
     engine._collect = then_die
     reasons = {output.request_id: output.finish_reason for output in engine.step() if output.finish_reason}
     assert reasons == {"ends": FinishReason.LENGTH, "open": FinishReason.ERROR}
 
 
-def test_a_rank_that_stands_still_is_taken_for_dead(tmp_path: Path, make_ranked: Any) -> None:
+def test_a_rank_that_hangs_is_treated_as_dead(tmp_path: Path, make_ranked: Any) -> None:
     engine = make_ranked(_settings(make_tiny_model(tmp_path / "m"), tp=2, rank_timeout_s=2))
     stopped = engine.executor.pids[1]
     os.kill(stopped, signal.SIGSTOP)
     engine.add(ask("r", prompt_of(20)))
-    # Its sibling waits for it just as long: whoever is first to lose patience says so.
+    # Its sibling waits for it equally long, so either of them may time out first.
     with pytest.raises(RanksLost, match=r"no rank has computed a step in 2 s|rank 0: "):
         finish(engine)
 

@@ -1,4 +1,4 @@
-"""The block manager: random use with its own check, prefix chains, long runs, held transfers."""
+"""The block manager: random use with its own check, prefix chains, long runs, blocks held for transfers."""
 
 import subprocess
 import sys
@@ -90,7 +90,7 @@ def test_check_finds_a_leak() -> None:
         manager.check([table, table])
 
 
-def test_free_more_often_than_taken_is_caught() -> None:
+def test_a_block_that_is_freed_too_often_is_caught() -> None:
     manager = BlockManager(8)
     table = manager.allocate(1)
     manager.free(table)
@@ -119,7 +119,7 @@ def test_without_one_long_run_the_longest_are_joined() -> None:
     assert fresh[:4] == table[3:7], "the longest first"
 
 
-def test_growth_goes_on_behind_the_last_block() -> None:
+def test_growth_continues_after_the_last_block() -> None:
     manager = BlockManager(1 + 10)
     table = manager.allocate(3)
     assert manager.allocate(2, after=table[-1]) == [4, 5]
@@ -155,7 +155,7 @@ def test_a_used_prefix_is_not_evicted_and_is_counted_right_by_fits() -> None:
     assert known[0] not in manager.allocate(3)
 
 
-def test_hashes_chain_and_are_the_same_everywhere() -> None:
+def test_hashes_are_chained_and_the_same_everywhere() -> None:
     known: list[BlockHash] = []
     chain_hashes(known, [1, 2, 3, 4, 5], 2)
     assert len(known) == 2, "whole blocks only"

@@ -44,7 +44,7 @@ def held(engine: Engine) -> int:
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_every_shape_answers_right(shape: str, depth: int) -> None:
+def test_every_shape_gives_the_right_answer(shape: str, depth: int) -> None:
     engine = position_engine(layers_of(**SHAPES[shape]), depth=depth, block_tokens=4, num_blocks=200)
     asked = {f"r{i}": prompt(3 + 11 * i, i % 2) for i in range(5)}
     for name, tokens in asked.items():
@@ -68,7 +68,7 @@ def test_every_shape_answers_right(shape: str, depth: int) -> None:
     ),
     aborts=st.sets(st.integers(0, 6), max_size=2),
 )
-def test_any_traffic_answers_right_and_loses_no_block(
+def test_any_traffic_gives_right_answers_and_loses_no_block(
     shape: str, block: int, chunk: int, spare: int, depth: int, caching: bool,
     asked: list[tuple[int, int, int, int]], aborts: set[int],
 ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ def test_any_traffic_answers_right_and_loses_no_block(
         ("mamba", 4, [(8, 1), (11, 1)]),  # the snapshot, beside its own state
     ],
 )
-def test_what_is_known_keeps_nobody_out(shape: str, block: int, asked: list[tuple[int, int]]) -> None:
+def test_cached_blocks_keep_no_request_out(shape: str, block: int, asked: list[tuple[int, int]]) -> None:
     """A cache that holds the longest request and nothing more."""
     args: dict[str, Any] = {"block_tokens": block, "max_batch_tokens": block}
     need = position_engine(layers_of(**SHAPES[shape]), num_blocks=10, **args).scheduler.groups.need(sum(asked[-1]))
@@ -118,8 +118,8 @@ def test_what_is_known_keeps_nobody_out(shape: str, block: int, asked: list[tupl
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_no_request_is_given_more_than_it_needs(shape: str) -> None:
-    """However few of its tokens another engine hands over."""
+def test_no_request_gets_more_blocks_than_it_needs(shape: str) -> None:
+    """This holds however few of its tokens another engine hands over."""
     groups = position_engine(
         layers_of(**SHAPES[shape]), block_tokens=4, num_blocks=10, max_batch_tokens=8
     ).scheduler.groups
@@ -139,14 +139,14 @@ def one(engine: Engine, name: str, tokens: Sequence[int], max_tokens: int = 3) -
 
 
 @pytest.mark.parametrize("shape", ["full", "gemma", "windows", "two windows", "mamba", "all kinds"])
-def test_the_same_prompt_again_is_found_up_to_its_last_whole_block(shape: str) -> None:
+def test_a_repeated_prompt_is_found_up_to_its_last_whole_block(shape: str) -> None:
     engine = position_engine(layers_of(**SHAPES[shape]), block_tokens=4, num_blocks=200)
     assert one(engine, "a", prompt(45)).account.cached == 0
     assert one(engine, "b", prompt(45)).account.cached == 44
     assert one(engine, "c", prompt(44)).account.cached == (32 if "states" in SHAPES[shape] else 40)
 
 
-def test_a_conversation_goes_on_behind_its_answer() -> None:
+def test_a_conversation_continues_after_its_answer() -> None:
     """The state at the end of an answer's last whole block serves the next turn."""
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200)
     one(engine, "a", prompt(21), max_tokens=20)
@@ -154,14 +154,14 @@ def test_a_conversation_goes_on_behind_its_answer() -> None:
     assert one(engine, "b", turn).account.cached == 40
 
 
-def test_a_state_found_at_a_shorter_prefix_only() -> None:
+def test_a_state_that_is_found_only_at_a_shorter_prefix() -> None:
     """FULL blocks cannot be used without the state at their end."""
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200, max_batch_tokens=16)
-    one(engine, "a", prompt(45))  # snapshots where chunks end: 16, 32, 44
+    one(engine, "a", prompt(45))  # snapshots at the ends of chunks: 16, 32, 44
     assert one(engine, "b", [*prompt(42), 7]).account.cached == 32
 
 
-def test_a_state_that_a_step_is_just_changing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_a_step_is_changing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The request is aborted while its step is in flight, so its block already has the state of a later token."""
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=200, depth=2)
     monkeypatch.setattr(engine.scheduler.groups, "snapshot", lambda request, changes: None)
@@ -187,7 +187,7 @@ def test_window_blocks_are_freed_as_the_window_moves() -> None:
     while engine.has_work():
         engine.step()
         most = max(most, held(engine))
-    assert most <= engine.scheduler.groups.peak(0) == 5  # 8 looked back on, 8 in a chunk: 4 blocks, wherever they begin
+    assert most <= engine.scheduler.groups.peak(0) == 5  # 8 tokens back and 8 in a chunk: 4 blocks, wherever they begin
 
 
 def test_decoding_keeps_only_the_window() -> None:
@@ -198,7 +198,7 @@ def test_decoding_keeps_only_the_window() -> None:
     assert held(engine) == 3
 
 
-def test_what_a_window_has_left_may_still_serve_others() -> None:
+def test_blocks_that_a_window_has_left_may_still_serve_other_requests() -> None:
     """Freed blocks stay in the prefix cache until they are allocated again."""
     engine = position_engine(layers_of(**GEMMA), block_tokens=4, num_blocks=400)
     one(engine, "a", prompt(200))
@@ -226,7 +226,7 @@ def _hashes(engine: Engine, tokens: Sequence[int]) -> list[Any]:
     return hashes
 
 
-def test_a_request_that_never_fits_is_told_how_much_would() -> None:
+def test_a_request_that_never_fits_is_refused_with_the_size_that_would() -> None:
     engine = position_engine(layers_of(**MAMBA), block_tokens=4, num_blocks=13)
     with pytest.raises(RequestTooLong, match="this worker's cache of 44 tokens"):
         engine.add(ask("r", prompt(50)))
@@ -234,7 +234,7 @@ def test_a_request_that_never_fits_is_told_how_much_would() -> None:
     one(engine, "long", prompt(1000))
 
 
-def test_groups_are_of_one_size() -> None:
+def test_all_groups_have_one_size() -> None:
     """Gemma 3: each group has as many layers as there are full ones, and every pipeline stage has a part of each."""
     windows = [None if i % 6 == 5 else 512 for i in range(18)]
     layers = [
@@ -248,8 +248,8 @@ def test_groups_are_of_one_size() -> None:
     assert all(first_stage & set(group.layers) for group in groups)
 
 
-def test_a_state_larger_than_any_block_makes_the_page(caplog: pytest.LogCaptureFixture) -> None:
-    """Then a group has one layer, and blocks of tokens share a page as well as they can; the operator gets a
+def test_a_state_larger_than_any_block_sets_the_size_of_pages(caplog: pytest.LogCaptureFixture) -> None:
+    """Then a group has one layer, blocks of tokens share a page as well as they can, and the operator gets a
     warning."""
     attention, state = layers_of(full=2, states=1)[::2]
     large = replace(state, parts=(replace(state.parts[0], axes=(("field", 4000, 0, 4000),)),))
@@ -261,7 +261,7 @@ def test_a_state_larger_than_any_block_makes_the_page(caplog: pytest.LogCaptureF
     assert "block_tokens=672 (--block-tokens)" in caplog.text
 
 
-def test_no_memory_for_the_cache_is_told_with_what_there_is() -> None:
+def test_too_little_memory_for_the_cache_is_reported_with_what_is_free() -> None:
     layers = layers_of(full=2)
     with pytest.raises(
         ConfigError, match=r"no memory for a cache of \d+ bytes: \d+ bytes are free on 'cpu'. Set cache_b"
@@ -269,7 +269,7 @@ def test_no_memory_for_the_cache_is_told_with_what_there_is() -> None:
         KVCache(layers, make_groups(layers), num_blocks=1 << 40, block_tokens=16, device="cpu")
 
 
-def test_all_of_a_copy_is_read_before_any_is_written() -> None:
+def test_all_of_a_copy_is_read_before_anything_is_written() -> None:
     layers = layers_of(full=1)
     cache = KVCache(layers, make_groups(layers), num_blocks=5, block_tokens=4, device="cpu")
     for block in range(5):

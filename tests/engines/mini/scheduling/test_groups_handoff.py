@@ -98,7 +98,7 @@ class Side:
 
 
 class Pair:
-    """Prefill and decode. `go` sends requests through both; afterwards neither may have a block in use."""
+    """Prefill and decode. `go` sends requests through both; after that no block of either may be in use."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Pair:
         self.p.ranks.send(StepOrders(accepted=(self.d.hello(Role.DECODE),)))
         self.d.ranks.send(StepOrders(accepted=(self.p.hello(Role.PREFILL),)))
         self.reasons: list[str] = []
-        """Why decode computed prompt tokens, by request that ended."""
+        """Returns why decode computed prompt tokens, by request."""
         self._number = 0
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Pair:
         self.d.engine.close()
 
     def go(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 6, **params: Any) -> list[list[Output]]:
-        """Outputs of decode, by prompt."""
+        """Returns the outputs of decode, by prompt."""
         names = [f"r{self._number + i}" for i in range(len(prompts))]
         self._number += len(prompts)
         asked = dict(zip(names, prompts, strict=True))
@@ -244,7 +244,7 @@ def test_what_decode_has_is_not_moved_again(make_pair: MakePair, shape: str, mod
 
 
 @pytest.mark.parametrize("shape", ["gemma", "mamba"])
-def test_prefill_too_goes_on_behind_its_own_prefix(make_pair: MakePair, shape: str) -> None:
+def test_prefill_also_continues_after_its_own_prefix(make_pair: MakePair, shape: str) -> None:
     pair = make_pair(layers_of(**SHAPES[shape]), TransferMode.PULL, (4, 4))
     pair.go([prompt(48 + left(shape))])
     before = pair.p.engine.stats().cached_tokens
@@ -255,14 +255,14 @@ def test_prefill_too_goes_on_behind_its_own_prefix(make_pair: MakePair, shape: s
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_prompt_of_one_token(make_pair: MakePair, shape: str, mode: TransferMode) -> None:
-    """With a state nothing of such a prompt can be handed over; it is answered all the same."""
+    """With a state nothing of such a prompt can be handed over, but it is answered."""
     pair = make_pair(layers_of(**SHAPES[shape]), mode, (4, 4))
     assert account_of(pair.go([[5]])[0]).recomputed == left(shape)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", ["full", "gemma", "windows"])
-def test_without_a_first_token_the_last_prompt_token_is_decodes(
+def test_without_a_first_token_decode_computes_the_last_prompt_token(
     make_pair: MakePair, shape: str, mode: TransferMode
 ) -> None:
     """What the last token attends to has landed: with windows, prefill stops one token before the end."""
@@ -325,7 +325,7 @@ def test_truncation_happens_once(make_pair: MakePair) -> None:  # R33
     assert RequestId("r") not in pair.p.engine._requests
 
 
-def test_a_block_of_which_only_the_windows_end_was_moved_serves_nobody(make_pair: MakePair) -> None:
+def test_a_block_of_which_only_the_windows_end_was_moved_is_not_shared(make_pair: MakePair) -> None:
     """Prefill has tokens from 25 on, decode's block holds [24, 32): a request that continues after 32 needs token
     24."""
     layers = layers_of(full=1, windows=(9,))
@@ -338,8 +338,8 @@ def test_a_block_of_which_only_the_windows_end_was_moved_serves_nobody(make_pair
     assert tokens_of(done) == answer(prompt(34), 3)
 
 
-def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) -> None:
-    """Aborted while it waits for its KV, after full blocks of our own at whose end no state is cached."""
+def test_a_state_that_never_came_is_not_cached(make_pair: MakePair) -> None:
+    """The request is aborted while it waits for its KV, after full blocks of ours at whose end no state is cached."""
     pair = make_pair(layers_of(**SHAPES["mamba"]), TransferMode.PULL, (4, 4))
     engine = pair.d.engine
 
@@ -369,7 +369,7 @@ def test_a_state_that_never_came_is_remembered_by_nobody(make_pair: MakePair) ->
 
 @pytest.mark.parametrize("shape", ["gemma", "mamba"])
 @pytest.mark.parametrize("arrived", [20, 28])
-def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> None:
+def test_a_hand_off_that_lands_short_is_completed_by_computing(shape: str, arrived: int) -> None:
     """Windows and states can be used only at the position they were made for, not after a shorter prefix."""
     halves: list[FakeConnector] = []
 
@@ -390,8 +390,8 @@ def test_a_hand_off_that_lands_short_is_computed(shape: str, arrived: int) -> No
     assert f"prefill handed over {arrived} tokens" in account_of(done).reason
 
 
-def test_decode_hears_at_once_that_a_prefill_was_aborted_in_the_queue(make_pair: MakePair) -> None:
-    """In push decode waits before prefill has computed anything: it must not wait until its deadline."""
+def test_decode_learns_at_once_that_a_prefill_was_aborted_in_the_queue(make_pair: MakePair) -> None:
+    """In push decode waits before prefill has computed anything, and must not wait until its deadline."""
     pair = make_pair(layers_of(full=1), TransferMode.PUSH, (4, 4))
     _traffic(pair, [(0, 20, 4, 0)], {0: ("p", 0)})
     assert pair.d.engine.stats().handed_over_tokens == 0
@@ -412,7 +412,7 @@ def test_decode_hears_at_once_that_a_prefill_was_aborted_in_the_queue(make_pair:
     ),
     aborts=st.dictionaries(st.integers(0, 4), st.tuples(st.sampled_from("pd"), st.integers(0, 30)), max_size=2),
 )
-def test_any_traffic_between_two_full_caches_answers_right_and_loses_no_block(
+def test_any_traffic_between_two_full_caches_gives_right_answers_and_loses_no_block(
     shape: str, mode: TransferMode, blocks: tuple[int, int], spare: tuple[int, int], chunk: int, first_token: bool,
     asked: list[tuple[int, int, int, int]], aborts: dict[int, tuple[str, int]],
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The scheduler decides with numbers only: importing it loads neither torch nor a server."""
+"""The scheduler works with numbers only: importing it loads neither torch nor a server."""
 
 import subprocess
 import sys

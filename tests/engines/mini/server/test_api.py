@@ -66,7 +66,7 @@ async def test_completion_logprobs(client: openai.AsyncOpenAI) -> None:
     assert logprobs.top_logprobs == [{c: -0.5, "z": -1.5} for c in "The"]
 
 
-async def test_streamed_completion_says_the_same(client: openai.AsyncOpenAI) -> None:
+async def test_a_streamed_completion_gives_the_same_text(client: openai.AsyncOpenAI) -> None:
     texts, offsets, ends = {0: "", 1: ""}, [], []
     stream = await client.completions.create(
         model="tiny", prompt="Hi", max_tokens=4, n=2, stream=True, logprobs=1, seed=3
@@ -135,7 +135,7 @@ async def test_seeded_choices_differ_by_their_number() -> None:
     assert [request.sampling.seed for request in worker.engine.added] == [10, 11, 12]
 
 
-async def test_a_request_may_say_what_a_failed_hand_off_does() -> None:  # R29
+async def test_a_request_may_choose_what_a_failed_hand_off_does() -> None:  # R29
     worker = ScriptedWorker()
     async with listening(worker) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         for wanted in ("fail", "recompute"):
@@ -153,7 +153,7 @@ async def test_other_choices_start_when_the_first_has_a_token() -> None:
     async with listening(worker) as url, aiohttp.ClientSession() as session:
         pending = asyncio.create_task(session.post(f"{url}/v1/completions", json=body))
         await until_async(lambda: len(worker.engine.added) == 1)
-        await (await session.get(f"{url}/v1/kvferry")).read()  # the engine thread has gone round
+        await (await session.get(f"{url}/v1/kvferry")).read()  # the engine thread has run one iteration
         assert len(worker.engine.added) == 1
         worker.engine.steps_left = 10
         response = await pending
@@ -181,7 +181,7 @@ async def test_prefill_returns_its_parameters(url: str) -> None:  # R15
             assert '"kv_transfer_params"' in await streamed.text()
 
 
-async def test_decode_says_how_the_prompt_was_served(url: str) -> None:  # R36: the proof is the account
+async def test_decode_reports_how_the_prompt_was_served(url: str) -> None:  # R36: the account is the proof
     handoff = {"do_remote_prefill": True, "transfer_id": "t1", "remote_engine_id": "p0", "transfer_mode": "pull"}
     body: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 2, "kv_transfer_params": handoff}
     expected = {
@@ -214,7 +214,7 @@ async def test_token_ids_on_request(client: openai.AsyncOpenAI) -> None:
     assert answer.choices[0].token_ids == [ord(c) for c in "The"]  # type: ignore[attr-defined]
 
 
-async def test_tools_reach_a_template_that_knows_them() -> None:
+async def test_tools_reach_a_template_that_supports_them() -> None:
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     tokenizer = CharTokenizer()
     listener = Listener(a_server(tokenizer=tokenizer).app, "127.0.0.1", 0)

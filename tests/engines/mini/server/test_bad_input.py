@@ -1,4 +1,4 @@
-"""Faults of clients and of the engine get the right status and an OpenAI error body with value and remedy."""
+"""Errors of clients and of the engine get the right status, and an OpenAI error body with value and remedy."""
 
 import asyncio
 import json
@@ -82,7 +82,9 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("endpoint", "body", "status", "param", "part"), ONE_OF_EACH, ids=lambda v: str(v)[:50])
-async def test_wrong_bodies(endpoint: str, body: dict[str, Any], status: int, param: str | None, part: str) -> None:
+async def test_wrong_bodies_are_refused(
+    endpoint: str, body: dict[str, Any], status: int, param: str | None, part: str
+) -> None:
     worker = ScriptedWorker()
     async with (
         listening(worker) as url,
@@ -140,7 +142,7 @@ async def test_a_body_over_the_limit_is_413() -> None:
     assert "1000 are accepted" in error["message"]
 
 
-async def test_context_length_code_is_openais() -> None:
+async def test_the_error_code_for_context_length_is_openais() -> None:
     async with listening() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError) as raised:
             await client.completions.create(model="tiny", prompt="x" * 600)
@@ -148,7 +150,7 @@ async def test_context_length_code_is_openais() -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("get", "/v2/x", 404), ("get", "/v1/completions", 405)])
-async def test_wrong_places_get_openai_bodies(method: str, path: str, status: int) -> None:
+async def test_unknown_paths_and_methods_get_openai_bodies(method: str, path: str, status: int) -> None:
     async with (
         listening() as url,
         aiohttp.ClientSession() as session,
@@ -232,7 +234,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_in_the_engine(stream: bool,
             assert 'kvferry_requests_total{endpoint="/v1/completions",status="499"} 1.0' in text
 
 
-async def test_an_engine_that_crashes_is_told_to_everyone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_crashes_ends_every_request_with_an_error(caplog: pytest.LogCaptureFixture) -> None:
     worker = ScriptedWorker()
     worker.engine.steps_left = 0
     async with listening(worker) as url, aiohttp.ClientSession() as session:
@@ -273,7 +275,7 @@ async def test_a_request_that_fails_before_its_first_token_is_500() -> None:
                 assert (response.status, error["message"]) == (500, "hand-off t1 failed: peer lost; send it again")
 
 
-async def test_a_stream_that_fails_says_so_and_does_not_end_as_done() -> None:
+async def test_a_stream_that_fails_reports_it_and_does_not_end_as_done() -> None:
     async with listening(ScriptedWorker(failing(2))) as url, aiohttp.ClientSession() as session:
         async with session.post(f"{url}/v1/completions", json={**TEXT, "stream": True}) as response:
             events = (await response.text()).strip().split("\n\n")

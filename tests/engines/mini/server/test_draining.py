@@ -77,7 +77,7 @@ async def test_an_open_answer_ends_and_then_the_hand_offs_do() -> None:
         assert one.ended.exception() is None
 
 
-async def test_without_anything_open_it_ends_at_once() -> None:
+async def test_it_ends_at_once_if_nothing_is_open() -> None:
     async with serving(ScriptedWorker()) as one:
         assert not one.ended.done()
         assert await one.status("/v1/kvferry/drain", any=1) == (200, "draining")
@@ -85,8 +85,8 @@ async def test_without_anything_open_it_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", ["drain", "release", "meet"])
-async def test_a_web_page_may_ask_for_nothing_of_it(path: str) -> None:
-    """A browser sends such a POST for any page that it shows, to loopback too."""
+async def test_a_web_page_may_not_ask_for_a_drain(path: str) -> None:
+    """A browser sends such a POST for any page that it shows, even to loopback."""
     async with serving(ScriptedWorker()) as one:
         headers = {"Origin": "http://page.example"}
         async with one.session.post(f"{one.url}/v1/kvferry/{path}", json={}, headers=headers) as answer:
@@ -131,7 +131,7 @@ def test_a_negative_limit_is_refused() -> None:
 
 @asynccontextmanager
 async def under_signals(worker: ScriptedWorker) -> AsyncIterator["asyncio.Task[None]"]:
-    """Runs what `kvferry serve` runs until it ends."""
+    """Runs what `kvferry serve` runs, until it ends."""
     loop = asyncio.get_running_loop()
     server = a_server(worker)
     listener = Listener(server.app, "127.0.0.1", 0, shutdown_s=0.2)

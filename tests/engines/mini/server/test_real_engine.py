@@ -55,7 +55,7 @@ PROMPT = prompt_of(40)
 GREEDY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-async def test_text_is_the_engines(make_engine: MakeEngine) -> None:
+async def test_the_text_is_that_of_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add(ask("direct", PROMPT, max_tokens=20))
     expected = text_of(finish(engine)["direct"])
@@ -68,7 +68,7 @@ async def test_text_is_the_engines(make_engine: MakeEngine) -> None:
     assert {choice.text for choice in several.choices} == {expected}
     assert whole.usage is not None
     assert whole.usage.prompt_tokens_details is not None
-    assert whole.usage.prompt_tokens_details.cached_tokens == 32  # two whole blocks of the request before
+    assert whole.usage.prompt_tokens_details.cached_tokens == 32  # two whole blocks of the previous request
 
 
 async def test_seeds_stops_and_logprobs(make_engine: MakeEngine) -> None:
@@ -126,7 +126,7 @@ async def test_a_client_that_hangs_up_frees_its_blocks(make_engine: MakeEngine) 
     assert "kvferry_engine_running 0.0" in metrics
 
 
-async def test_many_clients_at_once_get_their_own_answers(make_engine: MakeEngine) -> None:
+async def test_many_clients_at_once_get_the_right_answers(make_engine: MakeEngine) -> None:
     prompts = [prompt_of(5 + 7 * i, seed=i) for i in range(8)]
     engine = make_engine()
     for i, prompt in enumerate(prompts):

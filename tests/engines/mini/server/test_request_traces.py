@@ -48,7 +48,7 @@ async def _complete(url: str, request_id: str, **more: Any) -> None:
         await answer.read()
 
 
-async def test_a_request_is_told_with_its_times_and_totals() -> None:
+async def test_a_request_is_reported_with_its_times_and_totals() -> None:
     async with listening() as url:
         before_s = time.monotonic()
         await _complete(url, "one", stream=True)
@@ -56,7 +56,7 @@ async def test_a_request_is_told_with_its_times_and_totals() -> None:
         answer = await _asked(url, request="one")
         assert [one.request_id for one in answer.requests] == ["one"]
         one = answer.requests[0]
-        # Same machine, same clock: the order of events is that of real life.
+        # The same machine has the same clock, so events are in their real order.
         assert (
             before_s
             < one.received_s
@@ -70,7 +70,7 @@ async def test_a_request_is_told_with_its_times_and_totals() -> None:
         assert answer.handoffs == {"p0": HandoffTotals(landed=1, failed=0, bytes=1000, transfer_s=0.002)}
 
 
-async def test_an_unknown_request_is_no_error_and_the_clock_is_told() -> None:
+async def test_an_unknown_request_is_no_error_and_the_clock_is_reported() -> None:
     async with listening() as url:
         answer = await _asked(url, request="unknown")
         assert answer.requests == ()
@@ -101,7 +101,7 @@ def test_memory_is_bounded_in_requests_and_in_repeats() -> None:
 
 
 @pytest.mark.engine
-def test_a_real_engine_notes_queue_prefill_and_decode(tmp_path: Path) -> None:
+def test_a_real_engine_records_queue_prefill_and_decode(tmp_path: Path) -> None:
     from kvferry.engines.mini.engine import Engine, EngineSettings
     from kvferry.ids import RequestId
     from kvferry.web.stages import stages_of

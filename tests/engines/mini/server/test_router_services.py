@@ -40,14 +40,14 @@ async def ask(url: str, path: str, body: Any = None, **more: Any) -> tuple[int, 
             return response.status, await response.read()
 
 
-async def test_blocks_are_told_by_the_beginning_of_their_hashes() -> None:
+async def test_blocks_are_reported_by_the_first_bytes_of_their_hashes() -> None:
     async with listening(FleetWorker()) as url:
         assert await ask(url, "/v1/kvferry/blocks") == (200, b"".join(one[:8] for one in HASHES))
     async with listening() as url:  # an engine that does not know any
         assert await ask(url, "/v1/kvferry/blocks") == (200, b"")
 
 
-async def test_meeting_waits_for_the_handshakes_end() -> None:
+async def test_meeting_waits_until_the_handshake_ends() -> None:
     worker = FleetWorker()
     body = {"engine": "p0", "incarnation": "i1", "host": "127.0.0.1", "port": 5}
     async with listening(worker) as url:
@@ -64,7 +64,7 @@ async def test_meeting_waits_for_the_handshakes_end() -> None:
 TICKET = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t"}
 
 
-async def test_prefill_tells_the_prompts_blocks_if_asked() -> None:
+async def test_prefill_reports_the_prompts_blocks_if_asked() -> None:
     prompt = list(range(40, 50))
     body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": TICKET}
     wants = {"x-kvferry-want": "prompt-blocks"}

@@ -47,7 +47,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def serving() -> Iterator[MakeServing]:
-    """Makes Alone(...) or Pair(...), closed at the end."""
+    """Makes Alone(...) or Pair(...), and closes it at the end."""
     made: list[Serving] = []
 
     def make(kind: type[Serving], *args: Any, **kwargs: Any) -> Serving:

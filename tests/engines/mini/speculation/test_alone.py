@@ -1,4 +1,4 @@
-"""Tokens with speculation equal tokens without it, for every drafter: alone, batched, with preemption, sampled."""
+"""Tokens with speculation equal those without it, for every drafter: alone, batched, with preemption, sampled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def test_tokens_are_the_same(serving: MakeServing, plain: Plain, byte_mtp: str, 
 def test_preemption_changes_no_token(
     serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int
 ) -> None:
-    """The cache has room for about two of seven requests."""
+    """The cache has room for about two of the seven requests."""
     one = serving(Alone, engine(byte_mtp, method, count, num_blocks=44, max_batch_tokens=24))
     assert tokens(one.serve(ask(PROMPTS, 60))) == plain(byte_mtp, PROMPTS, 60)
     assert one.engine.stats().preemptions > 0
@@ -51,7 +51,7 @@ def test_windows(serving: MakeServing, plain: Plain, windowed: str, count: int) 
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.9, "seed": 3}, {"temperature": 1.2, "top_p": 0.8, "seed": 5}])
-def test_by_chance_too_each_answer_is_the_one_without_drafts(
+def test_each_sampled_answer_is_the_one_without_drafts(
     serving: MakeServing, plain: Plain, byte_mtp: str, sampling: dict[str, Any]
 ) -> None:
     one = serving(Alone, engine(byte_mtp, "mtp", 3))
@@ -59,8 +59,8 @@ def test_by_chance_too_each_answer_is_the_one_without_drafts(
     assert 0 < accepted(one).rate < 1
 
 
-def test_an_answer_ends_where_it_would(serving: MakeServing, byte_mtp: str) -> None:
-    """A stop token among accepted drafts: nothing after it is returned."""
+def test_an_answer_ends_where_it_would_without_drafts(serving: MakeServing, byte_mtp: str) -> None:
+    """There is a stop token among accepted drafts: nothing after it is returned."""
     one = serving(Alone, engine(byte_mtp, "mtp", 3))
     whole = tokens(one.serve(ask([PROMPTS[5]], 30)))[0]
     stop = whole[7]
@@ -83,6 +83,6 @@ def test_an_abort_leaves_nothing_behind(serving: MakeServing, byte_mtp: str) -> 
         one.engine.step()
     one.engine.check()
     assert one.engine.stats().free_blocks == one.engine.stats().blocks
-    one.serve(ask(PROMPTS[:1], 2))  # a step tells the drafter whom to forget
+    one.serve(ask(PROMPTS[:1], 2))  # a step informs the drafter which requests to forget
     executor: Any = one.engine.executor
     assert len(executor._rank._drafter._states) <= 1

@@ -45,7 +45,7 @@ def alone(prompts: list[list[int]]) -> Iterator[Alone]:
     one.close()
 
 
-def test_tokens_are_the_same_and_drafts_stand(alone: Alone, prompts: list[list[int]]) -> None:
+def test_tokens_are_the_same_and_drafts_are_accepted(alone: Alone, prompts: list[list[int]]) -> None:
     plain = Alone(settings(speculative=False))
     try:
         assert tokens(plain.serve(ask(prompts, NEW))) == alone.answers  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def test_tokens_are_the_same_and_drafts_stand(alone: Alone, prompts: list[list[i
     finally:
         plain.close()
     got = accepted(alone)
-    assert got.by_position[0] > 0.2  # a guess among 2,560 tokens is accepted once in a thousand times
+    assert got.by_position[0] > 0.2  # a random guess among 2,560 tokens is accepted once in a thousand times
     assert all(earlier + 0.15 > later for earlier, later in pairwise(got.by_position))
     assert got.length > 1.3
 

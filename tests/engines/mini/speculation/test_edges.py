@@ -49,7 +49,7 @@ def test_tails_around_the_back_off(
 
 @pytest.mark.parametrize("mode", list(TransferMode))
 @pytest.mark.parametrize("steps", [1, 3, 4])
-def test_truncation_stands_when_prefill_preempts(
+def test_truncation_is_kept_when_prefill_preempts(
     serving: MakeServing, plain: Plain, byte_mtp: str, mode: TransferMode, steps: int
 ) -> None:  # R33
     """After its first chunk, and after the chunk that reaches the cut: what is left to decode is the same."""

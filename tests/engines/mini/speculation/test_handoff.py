@@ -56,7 +56,7 @@ def test_any_depth_on_either_side(
         if k_d >= k_p:
             assert ("the drafter reads ahead" in account.reason) == (cut < len(prompt)), account
         assert bool(account.reason) == (cut < len(prompt)), account
-    same = k_d > 0 and max(k_p, k_d) > 1  # else the first step has no hidden state, and no drafts: see below
+    same = k_d > 0 and max(k_p, k_d) > 1  # otherwise the first step has no hidden state and no drafts: see below
     if same:
         assert accepted(pair) == accepted(alone)
     again = pair.serve(ask(LENGTHS))  # decode has some of each in its prefix cache
@@ -107,7 +107,7 @@ def test_text_drafters(serving: MakeServing, plain: Plain, byte_mtp: str, method
     assert accepted(pair).drafted[0] > 0
 
 
-def test_the_unsafe_switch_says_so_and_nearly_all_drafts_fall(
+def test_the_unsafe_switch_warns_and_nearly_all_drafts_are_rejected(
     serving: MakeServing, plain: Plain, byte_mtp: str, caplog: pytest.LogCaptureFixture
 ) -> None:  # R35
     settings = engine(byte_mtp, "mtp", 3, spec_unsafe_without_backoff=True)
@@ -119,7 +119,7 @@ def test_the_unsafe_switch_says_so_and_nearly_all_drafts_fall(
 
 
 def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> torch.Tensor:
-    """Returns the slots [0, count) of a request from the cache: [count, heads, dim]."""
+    """Returns the slots [0, count) of a request from the cache, as [count, heads, dim]."""
     executor = one.executor
     assert isinstance(executor, LocalExecutor)
     cache = executor.cache
@@ -172,7 +172,9 @@ def test_every_slot_of_every_module_is_the_one_of_a_repaired_engine(
     assert wrong == expected
 
 
-def test_truncation_happens_once_beside_preemption(serving: MakeServing, plain: Plain, byte_mtp: str) -> None:  # R33
+def test_truncation_happens_once_and_preemption_does_not_change_it(
+    serving: MakeServing, plain: Plain, byte_mtp: str
+) -> None:  # R33
     """Neither side has room for all requests at once; what prefill leaves to decode stays what it was."""
     prompts = [text(30 + i, 2000 * i) for i in range(6)]
     small = engine(byte_mtp, "mtp", 3, num_blocks=28, max_batch_tokens=16)
@@ -186,7 +188,7 @@ def test_truncation_happens_once_beside_preemption(serving: MakeServing, plain: 
         assert one.last.account.handed_over in (len(prompt) - 3, 0) or "preempted" in one.last.account.reason
 
 
-def test_aborts_on_either_side_leave_nothing_behind(serving: MakeServing, byte_mtp: str) -> None:  # R28
+def test_aborts_on_either_side_leave_nothing_open(serving: MakeServing, byte_mtp: str) -> None:  # R28
     pair = serving(Pair, *[engine(byte_mtp, "mtp", 3, max_batch_tokens=16)] * 2)
     assert isinstance(pair, Pair)
     sides, pause = (pair.prefill.engine, pair.engine), threading.Event()

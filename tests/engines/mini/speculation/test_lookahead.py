@@ -34,14 +34,14 @@ def test_lookahead(method: str | None, tokens: int, modules: int, lookahead: int
     assert num_prefill_lookahead_tokens(method, tokens, modules) == lookahead
 
 
-def test_backoff_to_the_letter() -> None:  # R32
+def test_the_backoff_is_exactly_that_of_the_rule() -> None:  # R32
     got = {(m, n): prefill_backoff(mamba=m, lookahead=n) for m in (False, True) for n in (0, 1, 2, 3, 5)}
     assert [got[False, n] for n in (0, 1, 2, 3, 5)] == [0, 0, 1, 2, 4]
     assert [got[True, n] for n in (0, 1, 2, 3, 5)] == [1, 1, 1, 2, 4]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3, 5])
-def test_every_slot_handed_over_read_known_tokens(lookahead: int) -> None:
+def test_every_slot_handed_over_has_read_known_tokens(lookahead: int) -> None:
     """By brute force: slot p of module i reads token p + 1 + i; known is the prompt, and, where prefill computes all of
     it, the first token of the answer."""
     for prompt, mamba in product(range(1, 40), (False, True)):
@@ -49,13 +49,13 @@ def test_every_slot_handed_over_read_known_tokens(lookahead: int) -> None:
         last_known = prompt if tokens == prompt else prompt - 1
         assert all(p + 1 + i <= last_known for p in range(tokens) for i in range(lookahead))
         assert tokens >= prompt - prefill_backoff(mamba=mamba, lookahead=lookahead) - 1
-        if tokens and lookahead > 1:  # one token more would not do
+        if tokens and lookahead > 1:  # one token more would not work
             assert tokens + lookahead > prompt - 1
 
 
 @pytest.mark.parametrize("modules", [1, 2, 3])
-def test_beside_a_state_both_sides_stop_at_one_token(modules: int) -> None:  # R5 R32
-    """Whatever their numbers of drafts; and every slot before the cut has read only tokens of the prompt."""
+def test_with_a_state_both_sides_stop_at_one_token(modules: int) -> None:  # R5 R32
+    """This holds whatever their numbers of drafts; and every slot before the cut has read only tokens of the prompt."""
     for prompt in range(1, 30):
         cuts = set()
         for depth in (0, 1, 2, 3, 5):

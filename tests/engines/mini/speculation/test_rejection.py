@@ -35,7 +35,7 @@ class World:
         self.sampling = SamplingParams(**{"temperature": 0.9, **filters})  # type: ignore[arg-type]
 
     def exact(self) -> torch.Tensor:
-        """Returns the distribution that the request wants: [last token, next token]."""
+        """Returns the distribution that the request asks for: [last token, next token]."""
         probs = probabilities(self.target.clone(), [self.sampling] * VOCAB)
         return probs / probs.sum(-1, keepdim=True)
 
@@ -66,7 +66,7 @@ class World:
             for last, token in zip([0, *answer], answer, strict=False):
                 counts[last, token] += 1
         seen, exact = counts.sum(-1, keepdim=True), self.exact()
-        assert not counts[exact == 0].any()  # nothing that a filter has taken away
+        assert not counts[exact == 0].any()  # nothing that a filter has removed
         sigma = (exact * (1 - exact) / seen.clamp(min=1)).sqrt()
         return float(
             ((counts / seen.clamp(min=1) - exact).abs() / sigma.clamp(min=1e-4))[(exact > 0) & (seen > 0)].max()
@@ -74,13 +74,13 @@ class World:
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
+def test_the_distribution_is_the_targets(filters: dict[str, float]) -> None:
     """20,000 draws without filters, each frequency within 4 sigma: at most 1.4 % for the first token."""
     world, draws = World(**filters), DRAWS if not filters else FEWER
     answers, num_stood = world.answers(draws)
     assert 0.05 < num_stood / (DEPTH * draws) < 0.95
     assert world.worst(answers) < 4
-    if not filters:  # two answers of a hundred are others
+    if not filters:  # two answers of a hundred differ
         assert world.worst([[(token + (i % 50 == 0)) % VOCAB for token in one] for i, one in enumerate(answers)]) > 4
 
 
@@ -88,20 +88,20 @@ def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
     ("name", "wrong"),
     [
         ("accept_number", lambda seed, place: 0.0),  # every draft is accepted
-        ("accept_number", lambda seed, place: 1.0),  # only drafts that are likelier by the target are accepted
-        ("accept_number", draws.draft_number),  # the number that has drawn the draft once more
-        ("above", lambda target, draft_probs: target),  # the token instead from the target's own distribution
-        ("replacement_number", draws.accept_number),  # the number that has let it fall once more
+        ("accept_number", lambda seed, place: 1.0),  # only drafts that the target finds more likely are accepted
+        ("accept_number", draws.draft_number),  # the random number that sampled the draft is used again
+        ("above", lambda target, draft_probs: target),  # the replacement comes from the target's own distribution
+        ("replacement_number", draws.accept_number),  # the random number that rejected it is used again
     ],
     ids=["all", "likelier", "same number", "no residual", "number twice"],
 )
-def test_a_wrong_sampler_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]) -> None:
+def test_a_wrong_sampler_is_detected(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]) -> None:
     monkeypatch.setattr(rejection, name, wrong)
     world = World()
     assert world.worst(world.answers(FEWER)[0]) > 4
 
 
-def test_wrong_draft_probabilities_are_seen() -> None:
+def test_wrong_draft_probabilities_are_detected() -> None:
     """They must be those of the distribution that the draft was sampled from."""
     world, other = World(), World()
     other.drafter = world.drafter * 1.3
@@ -133,7 +133,7 @@ def test_requests_of_all_kinds_in_one_step() -> None:
     assert together[3] == sample_tokens(logits[8:].clone(), rows[3:])
 
 
-def test_penalties_see_the_drafts_before() -> None:
+def test_penalties_count_the_drafts_before() -> None:
     """An accepted draft is penalised for the tokens after it."""
     logits = torch.tensor([[9.0, 0.0, 0.0], [9.0, 8.0, 0.0]])
     row = SamplingRow(SamplingParams(temperature=0.01, frequency_penalty=2.0), 1, [0], [], frozenset())
@@ -150,7 +150,7 @@ def test_drafts_of_equal_distributions_are_accepted() -> None:
     assert torch.equal(rejection.above(probs, probs), probs)
 
 
-def test_settings() -> None:
+def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="draft_sample_method='lucky' is unknown"):
         SpeculationSettings(method="mtp", num_speculative_tokens=1, draft_sample_method="lucky")
     with pytest.raises(ConfigError, match="method='ngram' names tokens and has no probabilities"):
@@ -158,7 +158,7 @@ def test_settings() -> None:
 
 
 def test_sampled_drafts_in_small_steps_and_with_preemption(serving: MakeServing, byte_mtp: str) -> None:
-    """Steps without room for all drafts, requests that start again: each answer ends, twice the same from a seed."""
+    """Some steps have no room for all drafts, and requests restart: each answer ends, the same twice from a seed."""
     settings = engine(byte_mtp, "mtp", 5, spec_draft_sample_method="probabilistic", num_blocks=44, max_batch_tokens=14)
     prompts = [text(length, 1500 * i) for i, length in enumerate((1, 5, 16, 17, 40, 63))]
     sampling = {"temperature": 1.1, "top_p": 0.9, "seed": 4, "frequency_penalty": 0.3, "logprobs": 1}

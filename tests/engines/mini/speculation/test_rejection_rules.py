@@ -22,18 +22,18 @@ def one_hot(*tokens: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float() * 9
 
 
-def test_drafts_stand_up_to_the_first_wrong_one() -> None:
+def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     logits = one_hot(3, 4, 5, 6, 7, 1)
     out = verify(logits, [row(), row()], [[3, 4, 0], [2]])
     assert [[chosen.token for chosen in each] for each in out] == [[3, 4, 5], [7]]
 
 
-def test_no_draft_is_one_token() -> None:
+def test_without_a_draft_there_is_one_token() -> None:
     assert [c.token for c in verify(one_hot(3), [row()], [[]])[0]] == [3]
 
 
-def test_penalties_see_the_drafts_before() -> None:
-    """The same as without drafts: a frequency penalty counts accepted drafts."""
+def test_penalties_count_the_drafts_before() -> None:
+    """The result is the same as without drafts: a frequency penalty counts accepted drafts."""
     logits = one_hot(3, 3)
     logits[:, 2] = 8.0
     out = verify(logits.clone(), [row(frequency_penalty=1.5)], [[3]])
@@ -41,13 +41,13 @@ def test_penalties_see_the_drafts_before() -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
-def test_distribution_is_the_targets(filters: dict[str, float]) -> None:
+def test_the_distribution_is_the_targets(filters: dict[str, float]) -> None:
     """20,000 draws of two tokens: each of the 64 pairs within 4 sigma (at most 1.4 %) of its probability, whatever was
     drafted; a verification that is wrong by 2 % would fail."""
     torch.manual_seed(5)
     num = 20_000
     first, second = torch.randn(VOCAB) * 1.5, torch.randn(VOCAB, VOCAB) * 1.5
-    drafts = [int(first.argmax()), int(first.argsort()[-3])]  # the likeliest, and another one
+    drafts = [int(first.argmax()), int(first.argsort()[-3])]  # the likeliest token, and another one
     sampling: dict[str, Any] = {"temperature": 0.9, **filters}
 
     def one(logits: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ HYBRID: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Mamba-2 and attention with random weights, and modules that mostly draft the last token again."""
+    """Writes a hybrid of Mamba-2 and attention with random weights, and modules that mostly repeat the last token."""
     directory = make_tiny_model(tmp_path_factory.mktemp("hybrid"), "llama", seed=11, **HYBRID)
     config = mtp.read_modules({**HYBRID, **_raw(directory)})
     assert config is not None
@@ -64,7 +64,7 @@ def _raw(directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_state_goes_back_to_before_a_draft_that_fell(
+def test_a_state_returns_to_before_a_rejected_draft(
     serving: MakeServing, plain: Plain, hybrid: str, count: int
 ) -> None:
     one = serving(Alone, engine(hybrid, "mtp", count, max_batch_tokens=24))
@@ -75,7 +75,7 @@ def test_a_state_goes_back_to_before_a_draft_that_fell(
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_text_drafters_beside_a_state(serving: MakeServing, plain: Plain, hybrid: str, method: str) -> None:
+def test_text_drafters_with_a_state(serving: MakeServing, plain: Plain, hybrid: str, method: str) -> None:
     one = serving(Alone, engine(hybrid, method, 3, max_batch_tokens=24))
     assert tokens(one.serve(ask(PROMPTS, 30))) == plain(hybrid, PROMPTS, 30)
 
@@ -175,7 +175,7 @@ def test_stages_on_prefill(serving: MakeServing, plain: Plain, byte_mtp: str) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize("shape", [{"pp": 2}, {"tp": 2}], ids=str)
-def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, Any]) -> None:
+def test_sampled_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, shape: dict[str, Any]) -> None:
     """Draft probabilities come from the rank that sampled the drafts: the tokens are those of one rank."""
     settings = engine(byte_mtp, "mtp", 3, spec_draft_sample_method="probabilistic")
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 6}
@@ -186,7 +186,7 @@ def test_drawn_drafts_of_rank_processes(serving: MakeServing, byte_mtp: str, sha
 
 
 @pytest.mark.parametrize(("method", "draft"), [("mtp", None), ("draft_model", "byte-mtp")])
-def test_a_drafter_on_decode_alone_starts_cold_if_told_to(
+def test_a_drafter_on_decode_alone_starts_cold_if_configured(
     serving: MakeServing, plain: Plain, byte_mtp: str, method: str, draft: str | None
 ) -> None:
     """R3: refused and recomputed; or, with cold_start, handed over whole, with drafts that begin after the prompt."""
@@ -252,7 +252,7 @@ def test_a_drafter_on_prefill_alone_is_a_note_and_costs_only_time(
         assert peers[0]["notes"][0].startswith(note)
 
 
-def test_wrong_settings_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_wrong_settings_are_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     directory = model_directory("byte-mtp")
     config = engine("byte-mtp")
     assert config.speculation is None
@@ -287,7 +287,7 @@ def test_a_head_that_names_tokens_of_no_target_is_refused_at_the_start(
         serving(Alone, engine(byte_mtp, "eagle3", 3, spec_model=eagle3_head(tmp_path, step=3)))
 
 
-def test_a_state_keeps_drafts_that_stood(serving: MakeServing, plain: Plain, hybrid: str) -> None:
+def test_a_state_keeps_accepted_drafts(serving: MakeServing, plain: Plain, hybrid: str) -> None:
     """The answer itself as prompt: what follows it once follows it again, so drafts from the text are accepted, and
     rejected."""
     first = plain(hybrid, [text(40, 100)], 40)[0]

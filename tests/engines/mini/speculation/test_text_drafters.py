@@ -45,12 +45,12 @@ def test_ngram_index_agrees_with_a_search(tokens: list[int], cut: int) -> None:
     assert drafter.propose(A, tokens, 4) == by_search(tokens, 1, 4, 4)
 
 
-def test_suffix_follows_the_more_frequent_way() -> None:
+def test_suffix_prefers_the_more_frequent_continuation() -> None:
     text = [1, 2, 5, 1, 2, 6, 1, 2, 6, 1, 2]
     assert suffix_drafter().propose(A, text, 1) == [6]
 
 
-def test_suffix_trusts_a_long_match_further() -> None:
+def test_suffix_drafts_more_after_a_long_match() -> None:
     text = [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]
     assert suffix_drafter(factor=1.0).propose(A, [7, 1, 2, 8, 7], 4) == [1]
     assert suffix_drafter(factor=1.0).propose(A, text, 8) == [4, 5, 6, 7]
@@ -61,13 +61,13 @@ def test_suffix_stops_where_the_share_is_small() -> None:
     assert suffix_drafter(share=0.5).propose(A, text, 4) == []
 
 
-def test_suffix_remembers_answers_of_others_and_drops_the_oldest() -> None:
+def test_suffix_remembers_answers_of_other_requests_and_drops_the_oldest() -> None:
     drafter = suffix_drafter(cached=6)
     drafter.propose(A, [1, 2, 3, 4, 5], 2)
     drafter.forget(A, [1, 2, 3, 4, 5])
     assert drafter.propose(B, [9, 1, 2, 3], 2) == [4, 5]
     drafter.forget(B, [6, 7, 6, 7])
-    assert drafter.propose(A, [9, 1, 2, 3], 2) == []  # six tokens at most: the first answer is gone
+    assert drafter.propose(A, [9, 1, 2, 3], 2) == []  # six tokens at most, so the first answer is gone
 
 
 @given(texts=st.lists(TEXTS, min_size=1, max_size=6))
@@ -88,7 +88,7 @@ def nodes(tree: Any) -> int:
     return sum(int(node.count) for node in tree._root.children.values())
 
 
-def test_suffix_counts_a_long_text_over_some_steps() -> None:
+def test_suffix_counts_a_long_text_over_several_steps() -> None:
     """Counting is slow: no step waits for a whole prompt, or for a whole earlier answer."""
     drafter, text = suffix_drafter(cached=10_000), [number * 7919 % 1009 for number in range(1000)]
     counted = []
@@ -101,7 +101,7 @@ def test_suffix_counts_a_long_text_over_some_steps() -> None:
     assert nodes(drafter._answers) == MAX_COUNTED
 
 
-def test_suffix_counts_the_end_of_a_very_long_prompt() -> None:
+def test_suffix_counts_only_the_end_of_a_very_long_prompt() -> None:
     drafter = suffix_drafter()
     drafter.propose(A, range(3 * MAX_PROMPT_TOKENS), 1)
     assert min(drafter._own[A]._root.children) == 2 * MAX_PROMPT_TOKENS

@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_weights(script: ModuleType, hybrid: bool) 
 
 
 @pytest.mark.parametrize("name", ["byte-mtp", "byte-mtp-window", "byte-mtp-hybrid"])
-def test_the_shipped_models_are_of_its_form(script: ModuleType, name: str) -> None:
+def test_the_shipped_models_have_its_form(script: ModuleType, name: str) -> None:
     shape = {"byte-mtp": script.Shape(), "byte-mtp-window": script.Shape(window=48), "byte-mtp-hybrid": script.HYBRID}
     config = json.loads((model_directory(name) / "config.json").read_text())
     assert config == shape[name].config()
@@ -85,7 +85,7 @@ def recorded(eagle: ModuleType, tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")
-def test_an_eagle_head_is_the_same_again_also_when_stopped(
+def test_an_eagle_head_is_the_same_again_even_when_stopped(
     eagle: ModuleType, recorded: tuple[Path, Path], tmp_path: Path
 ) -> None:
     work, directory = recorded
@@ -138,7 +138,7 @@ def test_the_head_is_written_as_the_engine_reads_it(
     assert torch.equal(weights["t2d"].nonzero()[:, 0], data.ids)
 
 
-def test_the_shipped_head_is_of_its_form(eagle: ModuleType) -> None:
+def test_the_shipped_head_has_its_form(eagle: ModuleType) -> None:
     directory = model_directory("eagle3-smollm2")
     shape, config = eagle.Shape(), json.loads((directory / "config.json").read_text())
     raw = {**config["transformer_layer_config"], "architectures": ["LlamaForCausalLM"]}

@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler."""
+"""What a worker reports to the scheduler."""
 
 import pytest
 
@@ -14,8 +14,8 @@ def a_report(name: str) -> StepReport:
 
 
 @pytest.mark.parametrize("line", [True, False])
-def test_each_report_is_told_once(line: bool) -> None:  # I4
-    """By line, or, where there is none, with a step."""
+def test_each_report_is_delivered_once(line: bool) -> None:  # I4
+    """Reports go over the channel, or with a step if there is none."""
     waiting = [StepReport(), a_report("a"), StepReport(), a_report("b")]
     reported: list[StepReport | PeerGone] = []
 
@@ -25,7 +25,7 @@ def test_each_report_is_told_once(line: bool) -> None:  # I4
         return line
 
     news = ReportQueue()
-    news.report()  # before the half is there
+    news.report()  # before the scheduler half exists
     news.open(lambda: waiting.pop(0), tell)
     for _ in range(4):
         news.report()

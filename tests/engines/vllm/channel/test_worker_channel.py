@@ -1,4 +1,4 @@
-"""The line between vLLM's scheduler and its workers, over its real sockets."""
+"""The channel between vLLM's scheduler and its workers, over its real sockets."""
 
 import threading
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def left(name: str = "p") -> PeerGone:
 
 
 class Worker:
-    """A worker's end that remembers what it hears."""
+    """A worker's end that records what it receives."""
 
     def __init__(self) -> None:
         self.orders: list[StepOrders] = []
@@ -73,7 +73,7 @@ def test_no_folder_is_left_by_a_worker_that_is_killed(worker: Worker, hub: Chann
     assert not folder.exists(), "nothing is left to be removed at the exit that a kill leaves out"
 
 
-def test_no_folder_is_left_where_no_scheduler_came() -> None:
+def test_no_folder_is_left_if_no_scheduler_came() -> None:
     one = Worker()
     folder = Path(one.channel.address).parent
     one.channel.close()
@@ -84,7 +84,7 @@ def num_lines() -> int:
     return sum(thread.name == "kvferry-line" for thread in threading.enumerate())
 
 
-def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, hub: ChannelHub) -> None:
+def test_peers_reach_a_worker_whose_engine_does_not_step(worker: Worker, hub: ChannelHub) -> None:
     hub.connect([worker.channel.address])
     hub.send_peers(StepOrders(accepted=(came(size=1 << 20),)))
     hub.send_peers(StepOrders(gone=(left(),)))
@@ -94,8 +94,8 @@ def test_peers_reach_a_worker_that_takes_no_step(worker: Worker, hub: ChannelHub
     assert not hub.pending, "the engine need not step for them"
 
 
-def test_what_was_sent_before_a_step_is_heard_before_its_orders(hub: ChannelHub) -> None:
-    """Whatever thread reads: an order that names a peer must find it known."""
+def test_what_was_sent_before_a_step_is_received_before_its_orders(hub: ChannelHub) -> None:
+    """An order that names a peer must find it known, whichever thread reads."""
     workers = [Worker() for _ in range(2)]
     try:
         hub.connect([one.channel.address for one in workers])
@@ -113,7 +113,7 @@ def test_what_was_sent_before_a_step_is_heard_before_its_orders(hub: ChannelHub)
 
 
 class WorkerLineReady:
-    """The scheduler is connected before it tells anybody anything; the worker's thread may still be at its accept."""
+    """The scheduler is connected before it sends anything; the worker's thread may still be in its accept."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -127,7 +127,7 @@ class WorkerLineReady:
         return False
 
 
-def test_orders_follow_on_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
+def test_orders_come_after_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
     connected = [hub.connected]
     hub.connect([worker.channel.address])
     assert [*connected, hub.connected] == [False, True]
@@ -152,7 +152,7 @@ def test_orders_follow_on_the_peers_that_they_name(worker: Worker, hub: ChannelH
     assert [(one.first_token, tuple(one.block_ids)) for one in received.tables] == [(16, (7, 8))]
 
 
-def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
+def test_reports_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
     woken = threading.Semaphore(0)
     hub = ChannelHub(woken.release)
     report = StepReport(
@@ -175,7 +175,7 @@ def test_news_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("addresses", [[""], ["missing"], ["there", "missing"]])
-def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addresses: list[str], tmp_path: Path) -> None:
+def test_peers_wait_for_a_step_if_a_worker_has_no_channel(worker: Worker, addresses: list[str], tmp_path: Path) -> None:
     woken: list[None] = []
     hub = ChannelHub(lambda: woken.append(None))
     paths = {"": "", "missing": str(tmp_path / "nobody"), "there": worker.channel.address}
@@ -189,7 +189,7 @@ def test_where_a_worker_has_no_line_peers_wait_for_a_step(worker: Worker, addres
     hub.close()
 
 
-def test_nothing_is_left_of_a_line() -> None:
+def test_nothing_is_left_of_a_channel() -> None:
     before = num_lines()
     worker = Worker()
     address = Path(worker.channel.address)
@@ -204,7 +204,7 @@ def test_nothing_is_left_of_a_line() -> None:
     assert num_lines() == before
 
 
-def test_an_end_that_is_gone_raises_nowhere(worker: Worker) -> None:
+def test_a_closed_end_raises_nowhere(worker: Worker) -> None:
     end = SchedulerChannel(worker.channel.address, lambda _news: None)
     assert WorkerLineReady(worker).wait()
     worker.channel.close()

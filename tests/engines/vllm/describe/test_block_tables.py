@@ -14,7 +14,7 @@ def test_a_full_group_begins_at_token_0() -> None:
     assert tables_of([FULL], [[5, 9]], 200) == (BlockTable(0, 0, (5, 9)),)
 
 
-def test_null_blocks_in_front_of_a_window_are_left_out_and_counted() -> None:
+def test_null_blocks_before_a_window_are_left_out_and_counted() -> None:
     assert tables_of([FULL, WINDOW], [[1], [0, 0, 7, 8]], 250)[1] == BlockTable(1, 128, (7, 8))
 
 

@@ -100,7 +100,7 @@ def described(
 
 
 def read(layout: CacheLayout, storage: torch.Tensor, cell: Cell, table: BlockTable) -> list[float]:
-    """The elements of a cell, where the layout says they are."""
+    """Returns the elements of a cell, where the layout says they are."""
     raw = storage.untyped_storage()
     flat = np.frombuffer((torch.tensor([], dtype=torch.uint8).set_(raw)).numpy(), np.uint8)
     runs = cell_runs(layout, [table], cell)
@@ -114,7 +114,7 @@ NAME = "model.layers.0.self_attn.attn"
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
 def test_key_and_value_of_a_token_in_each_of_vllms_layouts(order: str) -> None:  # R22
     blocks, heads, tokens, size = 6, 2, 32, 8
-    if order == "BLHNC":  # two layers in a block; this is the second
+    if order == "BLHNC":  # two layers in a block, of which this is the second
         storage = torch.arange(blocks * 2 * heads * tokens * 2 * size, dtype=torch.float32)
         cache = storage.view(blocks, 2, heads, tokens, 2 * size)[:, 1]
     elif order == "LBNHC":
@@ -145,7 +145,7 @@ def test_a_block_in_the_cpu_backends_plain_order() -> None:
         assert read(layout, cache, cell, table) == wanted[1, 9:11].reshape(-1).tolist()
 
 
-def test_an_opaque_order_is_cut_by_head_alone() -> None:
+def test_an_opaque_order_is_cut_only_by_head() -> None:
     cache = torch.zeros(6, 2, 32, 16)
     layout = described(
         Config([Group([NAME], FullAttentionSpec())]), {NAME: cache}, packing=HeadPacking(tag="cpu-amx-x")
@@ -163,7 +163,7 @@ def test_kernel_blocks_are_the_blocks_of_the_layout() -> None:
     assert layout.tensors[0].paging.num_blocks == 24
 
 
-def test_groups_lie_on_top_of_each_other_in_one_region() -> None:  # R21
+def test_groups_share_one_region() -> None:  # R21
     storage = torch.zeros(6 * 2 * 32 * 16)
     other = "model.layers.1.self_attn.attn"
     caches = {NAME: storage.view(6, 2, 32, 16), other: storage.view(6, 2, 32, 16)}
@@ -172,7 +172,7 @@ def test_groups_lie_on_top_of_each_other_in_one_region() -> None:  # R21
     assert layout.groups == (CacheGroup(CacheKind.FULL, 32), CacheGroup(CacheKind.WINDOW, 32, 40))
 
 
-def test_a_layer_that_shares_anothers_cache_is_left_out() -> None:
+def test_a_layer_that_shares_the_cache_of_another_is_left_out() -> None:
     cache = torch.zeros(6, 2, 32, 16)
     layout = described(Config([Group([NAME], FullAttentionSpec())]), {NAME: cache, "model.layers.9.attn": cache})
     assert {tensor.layer for tensor in layout.tensors} == {"layers.0.attn"}
@@ -186,7 +186,7 @@ def test_mla_is_one_latent_that_every_rank_has() -> None:
     assert (tensor.part, tensor.axes[0].extent, tensor.paging.token_stride_bytes) == ("latent", 40, 160)
 
 
-def test_a_quantised_content_is_named_and_moved_as_it_is() -> None:
+def test_a_quantised_cache_is_named_and_moved_as_it_is() -> None:
     spec = FullAttentionSpec(kv_quant_mode=Quant.NVFP4, state_content_bytes=64)
     layout = described(Config([Group([NAME], spec)]), {NAME: torch.zeros(6, 2, 32, 16)})
     (tensor,) = layout.tensors
@@ -194,7 +194,7 @@ def test_a_quantised_content_is_named_and_moved_as_it_is() -> None:
     assert tensor.element_bytes == tensor.paging.token_stride_bytes == 64
 
 
-def test_states_lie_in_a_page_of_the_storage() -> None:
+def test_states_are_in_a_page_of_the_storage() -> None:
     raw = torch.zeros(6 * 2048, dtype=torch.int8)
     name = "model.layers.0.mixer"
     config = Config([Group([name], MambaSpec())], kv_cache_tensors=[Placed([name], 2048)])
@@ -206,7 +206,7 @@ def test_states_lie_in_a_page_of_the_storage() -> None:
 
 
 @pytest.mark.parametrize(("tp", "held", "total", "wanted"), [(2, 2, 4, (2, 4)), (4, 1, 2, (1, 2)), (2, 1, 2, (1, 2))])
-def test_heads_are_dealt_or_copied(tp: int, held: int, total: int, wanted: tuple[int, int]) -> None:
+def test_heads_are_split_or_copied(tp: int, held: int, total: int, wanted: tuple[int, int]) -> None:
     spec = FullAttentionSpec(num_kv_heads=held)
     rank = Rank(index=tp - 1, tp_rank=tp - 1, tp_size=tp)
     layout = described(Config([Group([NAME], spec)]), {NAME: torch.zeros(6, held, 32, 16)}, rank, heads=total)

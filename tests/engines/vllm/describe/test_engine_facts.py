@@ -1,4 +1,4 @@
-"""vLLM's configuration as facts: effective values, in the words that the embedded engine uses, too."""
+"""vLLM's configuration as facts: effective values, in the same terms as those of the embedded engine."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tests.harness.vllm_models import GEMMA, make_model
 
 
 def facts(model: Path, role: Role = Role.PREFILL, *, text: dict[str, Any] | None = None, **changes: Any) -> Facts:
-    """The facts of an engine whose vLLM config is as vLLM's would be; `text`: of the model's own config."""
+    """Returns the facts of an engine with a config like vLLM's; `text` changes the model's own config."""
     text_config = {"num_hidden_layers": 4, "max_position_embeddings": 4096, "rope_parameters": {"rope_theta": 1e4}} | (
         text or {}
     )
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("facts") / "llama")
 
 
-def test_effective_values_compare(model: Path) -> None:  # R6
+def test_effective_values_are_compared(model: Path) -> None:  # R6
     inherited = facts(model, cache_dtype="auto")
     explicit = facts(model, Role.DECODE, cache_dtype="float32")
     assert not verdict(inherited, explicit).refused
@@ -68,7 +68,7 @@ def test_effective_values_compare(model: Path) -> None:  # R6
 @pytest.mark.parametrize(
     "changes", [{"tp": 2}, {"blocks": (64,)}, {"hma_off": True}, {"version": "0.32.1"}], ids=lambda one: next(iter(one))
 )
-def test_what_the_planner_bridges_is_no_refusal(model: Path, changes: dict[str, Any]) -> None:  # R22
+def test_what_the_planner_bridges_is_not_refused(model: Path, changes: dict[str, Any]) -> None:  # R22
     assert not verdict(facts(model), facts(model, Role.DECODE, **changes)).refused
 
 
@@ -95,7 +95,7 @@ def test_mla_has_one_head_of_latents(model: Path) -> None:
     assert facts(model, mla=True).get("model.total_kv_heads") == 1
 
 
-def test_a_hybrid_says_what_each_layer_keeps_with_and_without_the_hybrid_allocator(model: Path) -> None:
+def test_a_hybrid_states_what_each_layer_keeps_with_and_without_the_hybrid_allocator(model: Path) -> None:
     text = {"layer_types": GEMMA["layer_types"], "num_hidden_layers": 6, "sliding_window": 128}
     on, off = facts(model, text=text), facts(model, Role.DECODE, text=text, hma_off=True)
     assert on.get("model.layer_kinds") == "window*2 full window*2 full"

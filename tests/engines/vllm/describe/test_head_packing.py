@@ -1,4 +1,4 @@
-"""The order of a head's block is measured, and is strides or a tag."""
+"""The order within a block of a head is measured, and becomes strides or a tag."""
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,12 @@ Floats = npt.NDArray[np.float32]
 
 
 def column_major_keys(keys: Floats, values: Floats) -> Floats:
-    """As the vector kernels store a block: K as [dim, token], V as [token, dim]."""
+    """Stores a block as the vector kernels do: K as [dim, token], V as [token, dim]."""
     return np.concatenate([keys.T.reshape(-1), values.reshape(-1)])
 
 
 def tiles(keys: Floats, values: Floats) -> Floats:
-    """As a tile kernel does: pairs of dims of 16 tokens beside each other."""
+    """Stores a block as a tile kernel does: pairs of dims of 16 tokens are adjacent."""
     k = keys.reshape(TOKENS // 16, 16, SIZE // 2, 2).transpose(0, 2, 1, 3)
     return np.concatenate([k.reshape(-1), values.reshape(-1)])
 
@@ -43,7 +43,7 @@ def test_another_order_is_another_tag() -> None:
     assert one != other
 
 
-def test_a_kernel_that_stores_something_twice_is_not_believed() -> None:
+def test_a_kernel_that_stores_something_twice_is_refused() -> None:
     def lossy(keys: Floats, values: Floats) -> Floats:
         return np.concatenate([keys.reshape(-1), keys.reshape(-1)])
 
@@ -51,6 +51,6 @@ def test_a_kernel_that_stores_something_twice_is_not_believed() -> None:
         measure(lossy, TOKENS, SIZE)
 
 
-def test_a_block_of_another_size_is_not_believed() -> None:
+def test_a_block_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="elements"):
         measure(lambda keys, values: keys.reshape(-1), TOKENS, SIZE)

@@ -1,4 +1,4 @@
-"""Recurrent states, part by part, in both of vLLM's orders and under tensor parallelism."""
+"""Recurrent states part by part, in both of vLLM's orders and under tensor parallelism."""
 
 import pytest
 
@@ -10,7 +10,7 @@ HEADS, DIM, STATE, GROUPS, TAPS = 8, 4, 16, 2, 3
 
 
 def mamba2(tp_rank: int = 0, tp_size: int = 1, groups: int = GROUPS, channels_first: bool = True) -> list[StatePiece]:
-    """As vLLM shapes the states of one rank: groups are copied where ranks do not divide them."""
+    """Shapes the states of one rank as vLLM does: groups are copied if the ranks do not divide them."""
     padded = groups if groups % tp_size == 0 else tp_size
     channels = (HEADS * DIM + 2 * padded * STATE) // tp_size
     conv = (channels, TAPS) if channels_first else (TAPS, channels)
@@ -39,14 +39,14 @@ def test_a_page_is_the_convolution_by_section_then_the_state() -> None:
     )
 
 
-def test_tap_by_tap_is_other_strides_of_the_same_parts() -> None:  # R22
+def test_the_order_by_tap_is_other_strides_of_the_same_parts() -> None:  # R22
     channels = HEADS * DIM + 2 * GROUPS * STATE
     x, b, *_ = mamba2(channels_first=False)
     assert x.axes == (Axis("channel", HEADS * DIM, 0, HEADS * DIM, 2), Axis("tap", TAPS, 0, TAPS, channels * 2))
     assert b.offset_bytes == HEADS * DIM * 2
 
 
-def test_each_section_is_cut_in_its_own_place() -> None:  # R23
+def test_each_section_is_cut_at_its_own_place() -> None:  # R23
     x, b, _, ssm = mamba2(tp_rank=1, tp_size=2)
     assert (x.axes[0].start, x.axes[0].stop, x.axes[0].extent) == (16, 32, 32)
     assert (b.axes[0].start, b.axes[0].stop, b.axes[0].extent) == (16, 32, 32)

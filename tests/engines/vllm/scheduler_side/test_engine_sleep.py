@@ -20,7 +20,7 @@ class Connector:
 
 
 class Core:
-    """As EngineCoreProc: the queue first, then the parts, which make the connector."""
+    """An engine core like EngineCoreProc: first the queue, then the parts, which create the connector."""
 
     def __init__(self, words: Any = Words) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -54,7 +54,7 @@ def test_an_engine_sleeps_until_it_is_woken_or_asked_for_something() -> None:
     assert time.monotonic() - began_s < 20.0
 
 
-def test_it_is_known_when_an_engine_only_waits() -> None:
+def test_an_engine_that_only_waits_is_recognised() -> None:
     core: Any = Core()
     wake = core.connector.wake
     core.scheduler = SimpleNamespace(get_request_counts=lambda: (1, 2))
@@ -68,7 +68,7 @@ def test_it_is_known_when_an_engine_only_waits() -> None:
     assert not wake.is_all(3), "other engines step with it"
 
 
-def test_an_engine_that_was_told_to_end_is_known() -> None:
+def test_an_engine_that_was_asked_to_end_is_recognised() -> None:
     core: Any = Core()
     assert not core.connector.wake.ending
     core.shutdown_state = SimpleNamespace(name="RUNNING")
@@ -77,6 +77,6 @@ def test_an_engine_that_was_told_to_end_is_known() -> None:
     assert core.connector.wake.ending
 
 
-def test_an_engine_without_a_queue_or_a_word_is_not_woken() -> None:
+def test_an_engine_without_a_queue_or_a_state_is_not_woken() -> None:
     assert Connector(Words).wake is None
     assert Core(SimpleNamespace()).connector.wake is None

@@ -55,7 +55,7 @@ def a_request(name: str, prompt: list[int]) -> Request:
 
 
 def received(manager: KVCacheManager, request: Request, num_tokens: int) -> dict[int, int]:
-    """As vLLM's scheduler has it wait for `num_tokens` from outside; the first token of each window group's blocks."""
+    """Makes a request wait for `num_tokens` from outside, as vLLM does; returns where each window begins."""
     assert manager.allocate_slots(request, 0, num_external_computed_tokens=num_tokens, delay_cache_blocks=True)
     windowed = manager.get_block_ids(request.request_id)[WINDOWED]
     return {WINDOWED: sum(block == 0 for block in windowed) * BLOCK}
@@ -67,7 +67,7 @@ def landed(manager: KVCacheManager, request: Request, num_tokens: int) -> None:
 
 
 def served(manager: KVCacheManager, prompt: list[int]) -> list[int]:
-    """A request that came by a hand-off and has ended: its full-attention blocks stay known."""
+    """Runs a request that came by a hand-off to its end: its full-attention blocks stay cached."""
     first = a_request("first", prompt)
     received(manager, first, len(prompt) - 1)
     landed(manager, first, len(prompt) - 1)
@@ -76,7 +76,7 @@ def served(manager: KVCacheManager, prompt: list[int]) -> list[int]:
     return list(blocks)
 
 
-def test_blocks_below_the_window_are_taken_and_the_rest_comes(manager: KVCacheManager) -> None:
+def test_blocks_below_the_window_are_taken_and_the_rest_is_handed_over(manager: KVCacheManager) -> None:
     prompt = list(range(160))
     old = served(manager, prompt)
     begun_with = manager.block_pool.get_num_free_blocks()
@@ -90,13 +90,13 @@ def test_blocks_below_the_window_are_taken_and_the_rest_comes(manager: KVCacheMa
     assert begin == 144, "what was cached of it: nine whole blocks; the windows begin behind them"
     held = manager.get_block_ids("again")[FULL]
     assert held == old[:9] + fresh[9:]
-    landed(manager, again, 199)  # vLLM asserts where a block is entered twice
+    landed(manager, again, 199)  # vLLM asserts if a block is entered twice
     assert manager.get_computed_blocks(a_request("third", prompt + list(range(500, 540)) + [9]))[1] == 192
     manager.free(again)
     assert manager.block_pool.get_num_free_blocks() == begun_with, "each block came back once"
 
 
-def test_nothing_inside_the_window_is_taken(manager: KVCacheManager) -> None:  # R28: others read it
+def test_nothing_inside_the_window_is_taken(manager: KVCacheManager) -> None:  # R28: other requests read it
     prompt = list(range(160))
     old = served(manager, prompt)
     again = a_request("again", prompt)

@@ -1,4 +1,4 @@
-"""kv_transfer_params as a record, also those of routers that were made for vLLM's own connectors."""
+"""kv_transfer_params as a record, including those of routers that were made for vLLM's own connectors."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_an_ordinary_request_has_none(raw: Any) -> None:
     assert read(raw) is None
 
 
-def test_what_prefill_returned_comes_back() -> None:  # R15
+def test_what_prefill_returned_is_read_again() -> None:  # R15
     params = HandoffParams(
         do_remote_prefill=True, transfer_mode=TransferMode.PULL, transfer_id="t", remote_engine_id="p"
     )
@@ -32,18 +32,18 @@ def test_unknown_fields_and_other_connectors_block_ids_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("raw", [[1], "text", {"do_remote_prefill": "yes"}, {"remote_port": "x"}])
-def test_rubbish_is_a_request_error_with_its_place(raw: Any) -> None:
+def test_garbage_is_a_request_error_with_its_place(raw: Any) -> None:
     with pytest.raises(RequestError, match="kv_transfer_params"):
         read(raw)
 
 
-def test_push_with_decode_first_meets_by_prefills_request_id() -> None:  # R17
+def test_push_with_decode_first_is_matched_by_prefills_request_id() -> None:  # R17
     prefill = read({"do_remote_decode": True}, TransferMode.PUSH, request_id="cmpl-abc-0-89abcdef")
     raw = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_request_id": "cmpl-abc-0"}
     assert prefill.transfer_id == read(raw, TransferMode.PUSH).transfer_id == "p0/cmpl-abc-0"
 
 
-def test_push_after_prefill_has_the_id_that_prefill_told() -> None:
+def test_push_after_prefill_has_the_id_that_prefill_returned() -> None:
     raw = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_request_id": "x", "transfer_id": "mine"}
     assert read(raw, TransferMode.PUSH).transfer_id == "mine"
 

@@ -1,4 +1,4 @@
-"""The scheduler half in vLLM's words, with a manager and requests that behave as vLLM's do."""
+"""The scheduler half in vLLM's terms, with a manager and requests that behave like vLLM's."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass
 class Pool:
-    """Counts references, as vLLM's BlockPool does; a block with none is anybody's."""
+    """Counts references as vLLM's BlockPool does; a block without one can be allocated."""
 
     def touch(self, blocks: list[Block]) -> None:
         for block in blocks:
@@ -91,7 +91,7 @@ class Request:
 
 
 class Board:
-    """The handshake's answer, as the test wants it."""
+    """The handshake's answer, as the test sets it."""
 
     def __init__(self) -> None:
         self.answer = PeerView(PeerStatus.ACCEPTED, incarnation=Incarnation("i"))
@@ -157,7 +157,7 @@ def released(transfer: str = "t1") -> StepReport:
 
 
 def waiting(engine: Engine, params: dict[str, Any] | None = None, cached: int = 0) -> Request:
-    """A decode request that waits for its KV in blocks of its own."""
+    """Makes a decode request that waits for its KV in its own blocks."""
     request = Request("r", params or from_prefill())
     engine.half.on_new_request(request)
     num_tokens, later = engine.half.get_num_new_matched_tokens(request, cached)
@@ -185,13 +185,13 @@ def test_a_remote_prefill_from_arrival_to_landing() -> None:
     assert not engine.half.has_pending_work()
 
 
-def test_what_is_cached_here_is_not_asked_for() -> None:  # R30
+def test_what_is_cached_here_is_not_requested() -> None:  # R30
     engine = Engine()
     waiting(engine, cached=16)
     assert engine.orders()[0].fetch[0].wanted == TokenRange(16, 40)
 
 
-def test_all_is_cached_here_and_prefill_is_told() -> None:  # R25
+def test_prefill_is_informed_if_all_is_cached_here() -> None:  # R25
     engine = Engine()
     request = Request("r", from_prefill())
     engine.half.on_new_request(request)
@@ -211,7 +211,7 @@ def test_the_second_call_after_the_load_changes_nothing() -> None:
     assert not engine.orders()[0]
 
 
-def test_while_the_handshake_runs_it_is_asked_again() -> None:
+def test_it_asks_again_while_the_handshake_runs() -> None:
     engine = Engine()
     engine.board.answer = PeerView(PeerStatus.ASKING)
     request = Request("r", from_prefill())
@@ -221,8 +221,8 @@ def test_while_the_handshake_runs_it_is_asked_again() -> None:
     assert engine.half.get_num_new_matched_tokens(request, 0) == (40, True)
 
 
-def test_prompt_logprobs_go_past_a_handshake_that_runs() -> None:
-    """vLLM goes on with such a request, whatever we answer."""
+def test_prompt_logprobs_do_not_wait_for_a_handshake() -> None:
+    """vLLM continues with such a request, whatever we answer."""
     engine = Engine()
     engine.board.answer = PeerView(PeerStatus.ASKING)
     request = Request("r", from_prefill())
@@ -257,7 +257,7 @@ def test_an_abort_in_the_queue_frees_prefill_and_keeps_nothing() -> None:
 # Failures
 
 
-def test_recompute_starts_afresh_at_once_and_nobody_gets_the_old_blocks() -> None:  # R28 R29
+def test_recompute_starts_again_at_once_and_the_old_blocks_are_not_reused() -> None:  # R28 R29
     engine = Engine()
     request = waiting(engine)
     engine.orders()
@@ -283,7 +283,7 @@ def test_a_failure_that_is_safe_already_frees_the_blocks_in_the_same_step() -> N
     assert {block.ref_cnt for block in old} == {0}
 
 
-def test_fail_dooms_the_request_and_every_worker_reports_it() -> None:  # R29
+def test_the_policy_fail_ends_the_request_and_every_worker_reports_it() -> None:  # R29
     engine = Engine(policy=FailurePolicy.FAIL)
     request = waiting(engine)
     engine.orders()
@@ -297,7 +297,7 @@ def test_fail_dooms_the_request_and_every_worker_reports_it() -> None:  # R29
     "raw", [from_prefill(transfer_mode="push"), {"do_remote_prefill": True}, {"do_remote_prefill": 3}]
 )
 def test_what_cannot_come_fails_by_policy_after_blocks_were_given(raw: dict[str, Any]) -> None:
-    """vLLM ends a request with an error only where it waits for a load."""
+    """vLLM ends a request with an error only while it waits for a load."""
     engine = Engine(policy=FailurePolicy.FAIL)
     request = Request("r", raw)
     engine.half.on_new_request(request)
@@ -395,13 +395,13 @@ def test_only_stored_tokens_of_a_chunk_are_offered() -> None:
     assert not engine.orders()[0].offer, "nothing new"
 
 
-def test_a_preemption_gives_offered_blocks_to_nobody_until_the_peer_is_done() -> None:  # R28
+def test_after_a_preemption_offered_blocks_are_not_reused_until_the_peer_is_done() -> None:  # R28
     engine = Engine()
     request = prefilling(engine)
     request.num_computed_tokens = 16
     engine.orders()
     blocks = engine.manager.held["r"][0]
-    engine.manager.free("r")  # vLLM frees before we hear of it
+    engine.manager.free("r")  # vLLM frees before it informs us
     request.num_computed_tokens = 0
     assert [block.ref_cnt for block in blocks] == [1, 1, 1]
     orders, _ = engine.orders("r")
@@ -410,7 +410,7 @@ def test_a_preemption_gives_offered_blocks_to_nobody_until_the_peer_is_done() ->
     assert [block.ref_cnt for block in blocks] == [0, 0, 0]
 
 
-def test_a_prefill_that_ends_otherwise_is_withdrawn() -> None:
+def test_a_prefill_that_ends_for_another_reason_is_withdrawn() -> None:
     engine = Engine()
     request = prefilling(engine)
     request.num_computed_tokens = 16
@@ -439,7 +439,7 @@ def test_the_end_of_the_prompt_is_left_to_decode_once() -> None:  # R32 R33
     assert offer.ready == TokenRange(0, 39)
 
 
-def test_decode_wants_what_prefill_computes_and_no_more() -> None:  # R32
+def test_decode_requests_what_prefill_computes_and_no_more() -> None:  # R32
     engine = Engine(TransferMode.PUSH, forms=(FULL, STATE), backoff=1)
     waiting(engine)
     (want,) = engine.orders()[0].fetch

@@ -1,4 +1,4 @@
-"""Where a CPU worker's transfer threads run."""
+"""The cores on which a CPU worker's transfer threads run."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from kvferry.engines.vllm.worker_side.cpu_affinity import on_every_core
 
 @pytest.fixture
 def bound() -> Iterator[set[int]]:
-    """This thread on one core, as OpenMP leaves a worker's; what it was free to use."""
+    """Binds this thread to one core, as OpenMP does with a worker's; returns the cores that it could use before."""
     free = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(free)})
     yield free
@@ -33,7 +33,7 @@ def test_threads_started_inside_are_free_and_the_caller_stays_bound(bound: set[i
     assert os.sched_getaffinity(0) == {min(bound)}
 
 
-def test_where_cores_cannot_be_chosen_nothing_changes(bound: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_if_cores_cannot_be_chosen(bound: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_pid: int, _cores: object) -> None:
         raise PermissionError("not here")
 

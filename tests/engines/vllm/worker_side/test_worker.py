@@ -1,4 +1,4 @@
-"""What the worker half says at its start of what vLLM's CPU build gets wrong by itself."""
+"""The worker half warns at its start of what vLLM's CPU build itself does wrong."""
 
 import os
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ pytestmark = [
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, False),
     ],
 )
-def test_a_rope_that_is_wrong_on_a_cpu_is_told(
+def test_a_rope_that_is_wrong_on_a_cpu_is_reported(
     text: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**text)))

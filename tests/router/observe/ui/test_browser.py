@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium, as a person uses it: eyes on roles, names and colours, hands on the keyboard."""
+"""The dashboard in a real Chromium, used as a person does: by roles, names and colours, and by keyboard."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ CELLS = "[...document.querySelectorAll('.cell')]"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
-    """One browser for all."""
+    """Yields one browser for all tests."""
     assert CHROMIUM is not None, "else these tests are skipped"
     async with a_page(CHROMIUM, tmp_path_factory.mktemp("chromium")) as tab:
         yield tab
@@ -37,7 +37,7 @@ async def tab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Page]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def page(tab: Page) -> Page:
-    """Each test loads its own page; what the browser said of the last one, whose router has ended, is forgotten."""
+    """Gives each test a fresh list of errors: those of the last page, whose router has ended, are dropped."""
     await tab.go("about:blank")
     tab.complaints.clear()
     return tab
@@ -45,7 +45,7 @@ async def page(tab: Page) -> Page:
 
 @asynccontextmanager
 async def a_fleet(hold: asyncio.Event | None = None) -> AsyncIterator[tuple[str, list[TracedWorker]]]:
-    """A pull pair, a push prefill worker that fits nobody, and one that is down."""
+    """Yields a pull pair, a push prefill worker that fits no decode worker, and one that is down."""
     totals = {"p0": HandoffTotals(9, 1, 2_000_000_000, 1.0)}
     workers = [
         a_prefill("p0", ("queue", 0.005), ("prefill", 0.02)),
@@ -69,7 +69,7 @@ async def complete(url: str, request_id: str, **more: Any) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """Of two `rgb(r, g, b)`: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio."""
+    """Returns the contrast of two `rgb(r, g, b)`: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio."""
 
     def luminance(colour: str) -> float:
         parts = [float(part) / 255 for part in colour.split("(")[1].rstrip(")").split(",")[:3]]
@@ -80,18 +80,18 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-async def test_the_matrix_says_what_fits_and_why_not_live(page: Page) -> None:
+async def test_the_matrix_shows_what_fits_and_why_not_live(page: Page) -> None:
     async with a_fleet() as (url, _):
         await page.go(url + "/ui")
         await page.until(f"{CELLS}.length === 3 && document.querySelector('.cell').dataset.fit === 'yes'")
         fits = await page.js(f"{CELLS}.map(cell => [cell.dataset.fit, cell.querySelector('.state').textContent])")
-        # Not by colour alone: a sign and a word each.
+        # Not by colour alone: each cell has a sign and a word.
         assert fits == [["yes", "✓ fits"], ["no", "✕ refused"], ["down", "– not in use"]]
         assert "transfer mode" in await page.js(f"{CELLS}[1].getAttribute('aria-label')")
         await page.until("document.querySelector('.cell .main').textContent === '2.0 GB/s'")
         assert await page.js("document.getElementById('health').textContent") == "✓ ok"
         before = await page.js("document.getElementById('fig-ended').textContent")
-        await complete(url, "live")  # no reload: the page follows
+        await complete(url, "live")  # without a reload, the page follows
         await page.until("document.querySelector('#recent .link')?.textContent === 'live'")
         assert (before, await page.js("document.getElementById('fig-ended').textContent")) == ("0", "1")
         assert "secret" not in await page.js("document.body.textContent")
@@ -125,7 +125,7 @@ async def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(page: Pag
         )
         await page.press("ArrowLeft")
         assert "p-push" in await page.js(f"{focused}.textContent")
-        # Focus stays where it is while states come in.
+        # The focus stays where it is while states arrive.
         await complete(url, "another")
         await page.until("document.querySelectorAll('#recent .link').length === 2")
         assert "p-push" in await page.js(f"{focused}.textContent")
@@ -142,7 +142,7 @@ async def test_everything_is_reached_by_keyboard_and_the_focus_is_seen(page: Pag
         assert page.complaints == []
 
 
-async def test_a_time_line_shows_where_the_milliseconds_went(page: Page) -> None:
+async def test_a_time_line_shows_where_the_time_went(page: Page) -> None:
     async with a_fleet() as (url, _):
         await complete(url, "mine")
         await page.go(url + "/ui#request=1")
@@ -175,7 +175,7 @@ async def test_the_page_follows_its_address(page: Page) -> None:
         await page.go(url + "/")
         assert await page.js("location.pathname") == "/ui"
         await page.until("document.querySelectorAll('#recent .link').length === 2")
-        await page.js("location.hash = 'request=1'")  # as a link that is pasted into the address
+        await page.js("location.hash = 'request=1'")  # like a link that is pasted into the address bar
         await page.until(f"{shown}.startsWith('1 · first ·')")
         await page.js("document.querySelector('#recent .link').click()")
         await page.until(f"{shown}.startsWith('2 · second one ·') && location.hash === '#request=2'")
@@ -185,7 +185,7 @@ async def test_the_page_follows_its_address(page: Page) -> None:
         await page.until(f"{shown}.startsWith('2 · second one ·')")
         await page.js("history.go(-2)")
         await page.until("location.hash === '' && document.getElementById('line').hidden")
-        # One that is forgotten says so, without the headings of a time line.
+        # A forgotten request is reported as such, without the headings of a time line.
         await page.js("location.hash = 'request=99'")
         await page.until(f"{shown}.includes('is remembered')")
         assert await page.js("document.getElementById('line-body').hidden")
@@ -258,7 +258,7 @@ async def test_what_is_open_is_shown_while_it_is_open(page: Page) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_it_follows_the_system_and_can_be_read_in_both(page: Page, scheme: str) -> None:
+async def test_it_follows_the_systems_colours_and_is_readable_in_both(page: Page, scheme: str) -> None:
     await page.prefer(scheme)
     async with a_fleet() as (url, _):
         await page.go(url + "/ui")
@@ -314,7 +314,7 @@ async def test_a_router_with_keys_asks_for_one(page: Page, tmp_path: Path) -> No
         await page.type("a-wrong-key")
         await page.press("Enter")
         await page.until("!document.getElementById('key-refused').hidden")
-        await page.type("a-key-of-a-client")  # in place of the wrong one, which is selected
+        await page.type("a-key-of-a-client")  # it replaces the wrong one, which is selected
         await page.press("Enter")
         await page.until("document.querySelectorAll('.worker').length === 1")
         await page.until("document.getElementById('alarm').textContent.includes('decode only')")
@@ -324,7 +324,7 @@ async def test_a_router_with_keys_asks_for_one(page: Page, tmp_path: Path) -> No
 
 @asynccontextmanager
 async def a_router(router: Router) -> AsyncIterator[str]:
-    """Its address."""
+    """Yields the address of a router."""
     listener = Listener(router.app, "127.0.0.1", 0, shutdown_s=0.2)
     await listener.start()
     try:

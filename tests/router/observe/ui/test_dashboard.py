@@ -1,4 +1,4 @@
-"""The dashboard's HTTP: what the page asks for, from scripted workers whose clocks are far off."""
+"""The dashboard's HTTP interface: what the page requests, from scripted workers whose clocks are far off."""
 
 import asyncio
 import json
@@ -55,12 +55,12 @@ async def test_one_time_line_joins_router_prefill_and_decode(mode: str, ahead_s:
         asked, at_ms = spans[lane, request], 0.0
         for name in stages:
             span = spans[lane, name]
-            # Clocks that differ by hours: each stage is where it was, as exactly as the exchange tells.
+            # Clocks that differ by hours: each stage is where it was, as exactly as the exchange shows.
             assert asked["begin_ms"] <= span["begin_ms"] <= span["end_ms"] <= asked["end_ms"]
             assert span["begin_ms"] >= at_ms - 2 * span["error_ms"] - 0.01
             assert span["end_ms"] - span["begin_ms"] >= 9.0 - 2 * span["error_ms"]
             at_ms = span["end_ms"]
-    # In push mode decode was asked while prefill computed; in pull mode after it had answered.
+    # In push mode decode was asked while prefill computed; in pull mode after prefill had answered.
     overlaps = spans["decode", "decode request"]["begin_ms"] < spans["prefill", "prefill request"]["end_ms"]
     assert overlaps == (mode == "push")
     assert sum(one["ms"] for one in line["breakdown"]) == pytest.approx(line["ms"], abs=0.05)
@@ -68,7 +68,7 @@ async def test_one_time_line_joins_router_prefill_and_decode(mode: str, ahead_s:
     assert line["silent"] == []
 
 
-async def test_a_worker_that_tells_nothing_is_named_and_the_routers_own_view_remains() -> None:
+async def test_a_worker_that_reports_nothing_is_named_and_the_routers_own_view_remains() -> None:
     prefill, decode = a_prefill("p0", ("prefill", 0.0)), a_decode("d0", ("decode", 0.0))
     async with fleet(prefill, decode) as (url, _), client() as session:
         await complete(session, url, "mine")
@@ -78,7 +78,7 @@ async def test_a_worker_that_tells_nothing_is_named_and_the_routers_own_view_rem
     assert "decode request" in {one["name"] for one in line["spans"]}
 
 
-async def test_the_state_has_the_matrix_what_is_open_and_what_was() -> None:
+async def test_the_state_has_the_matrix_open_requests_and_recent_ones() -> None:
     hold = asyncio.Event()
     fits, other = a_prefill("p0", ("prefill", 0.0)), a_prefill("p1", ("prefill", 0.0), mode="push")
     decode = a_decode("d0", ("decode", 0.0), hold=hold, totals={"p0": HandoffTotals(3, 0, 6_000_000, 0.003)})
@@ -102,7 +102,7 @@ async def test_the_state_has_the_matrix_what_is_open_and_what_was() -> None:
     assert "hello" not in json.dumps(now), "no prompt is ever shown"
 
 
-async def test_an_unknown_request_is_404_and_a_foreign_number_no_error() -> None:
+async def test_an_unknown_request_is_404_and_an_invalid_number_no_error() -> None:
     async with fleet(a_decode("d0")) as (url, _), client() as session:
         for query in ("id=nobody", "number=99", "number=" + "9" * 40, "number=-1", ""):
             async with session.get(f"{url}/ui/request?{query}") as answer:
@@ -110,7 +110,7 @@ async def test_an_unknown_request_is_404_and_a_foreign_number_no_error() -> None
                 assert (await answer.json())["error"]["code"] == "request_not_found"
 
 
-async def test_nobody_asks_workers_while_nobody_looks() -> None:
+async def test_workers_are_asked_only_while_a_dashboard_is_open() -> None:
     decode = a_decode("d0", ("decode", 0.0))
     async with fleet(decode) as (url, router), client() as session:
         await complete(session, url, "r")
@@ -119,7 +119,7 @@ async def test_nobody_asks_workers_while_nobody_looks() -> None:
         await until_async(lambda: decode.num_traces > 0, "the worker is asked for its traces", within_s=5.0)
         for _ in range(20):
             await ask(session, url + "/ui/state")
-        assert decode.num_traces <= 2  # every two seconds, however many look
+        assert decode.num_traces <= 2  # every two seconds, however many dashboards are open
         assert router.timelines.num_ended == 1
 
 
@@ -138,7 +138,7 @@ async def test_too_many_dashboards_are_refused(monkeypatch: pytest.MonkeyPatch) 
                         break
 
 
-async def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> None:
+async def test_the_page_needs_no_key_and_its_requests_do(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a-key-of-a-client\n")
     decode = a_decode("d0")
@@ -165,7 +165,7 @@ async def test_the_page_needs_no_key_and_what_it_asks_does(tmp_path: Path) -> No
         await decode.stop()
 
 
-def test_nothing_of_the_page_comes_from_elsewhere() -> None:
+def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
     assets = Path(handlers.__file__).parent / "assets"
     for name in ("index.html", "app.js", "charts.js", "style.css"):
         text = (assets / name).read_text().replace("http://www.w3.org/2000/svg", "")
@@ -196,7 +196,7 @@ async def test_the_root_leads_to_the_page_and_an_unknown_path_names_it() -> None
             assert "/metrics, /ui." in (await answer.json())["error"]["message"]
 
 
-async def test_a_pair_says_in_what_it_differs() -> None:
+async def test_a_pair_shows_in_what_it_differs() -> None:
     prefill, decode = a_prefill("p0", mode="push"), a_decode("d0", mode="pull")
     async with fleet(prefill, decode) as (url, _), client() as session:
         query = {"prefill": prefill.url, "decode": decode.url}

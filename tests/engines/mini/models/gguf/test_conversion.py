@@ -1,4 +1,4 @@
-"""Converting GGUF files: once per content, also by several processes at once; and each kind of bad file."""
+"""Converting GGUF files once per content, even with several processes at once; and each kind of bad file."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from kvferry.errors import ConfigError, UnknownModel
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A KVFERRY_CACHE of the test's own."""
+    """Sets KVFERRY_CACHE to a folder of the test."""
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "models"
 
@@ -88,7 +88,7 @@ def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
     assert [path.name for path in own_cache.iterdir()] == [Path(found.pop()).name]
 
 
-def test_the_loser_of_the_race_uses_what_is_there(
+def test_the_process_that_loses_the_race_uses_the_result_of_the_other(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "m.gguf"
