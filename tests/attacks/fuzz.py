@@ -2,7 +2,7 @@
 
     python -m tests.attacks.fuzz --messages 1000000 --seed 1
 
-Targets: the envelope, the payload behind a good envelope, the reply to our own question, notifications between workers,
+Targets: the envelope, the payload after a good envelope, the reply to our own question, notifications between workers,
 and a live listener. Whatever comes, the answer is an envelope (or MalformedMessage), and never another exception.
 """
 

@@ -117,7 +117,7 @@ def test_a_lost_peer_is_gone_and_the_next_request_shakes_hands_again(world: Worl
     assert d.learned == ["+p1", "-p1", "+p1"]
     assert p.learned == ["+d1"], "it knew us all the time"
 
-    p.rendezvous.lost(D, Incarnation("d1"), "nothing was heard of it")
+    p.rendezvous.lost(D, Incarnation("d1"), "it was silent")
     d.rendezvous.lost(P, Incarnation("p1"), "it gave no sign of life")
     world.clock.advance(1)
     assert d.meet(p, P).status is PeerStatus.ACCEPTED
@@ -165,7 +165,7 @@ def test_lost_engines_with_random_ids_are_forgotten(world: World) -> None:
         d = world.end(f"d{number}", "i", Role.DECODE)
         assert d.meet(p, P).status is PeerStatus.ACCEPTED
         world.close(d)
-        p.rendezvous.lost(EngineId(f"d{number}"), Incarnation("i"), "nothing was heard of it")
+        p.rendezvous.lost(EngineId(f"d{number}"), Incarnation("i"), "it was silent")
     assert p.learned.count("+i") == p.learned.count("-i") == 20
     assert {peer.state for peer in p.rendezvous.peers()} == {PeerState.LOST}
     world.clock.advance(700)

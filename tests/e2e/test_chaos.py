@@ -1,4 +1,4 @@
-"""`kill -9` and SIGSTOP of prefill or decode at random moments under load: nobody gets a wrong answer, nothing is lost.
+"""SIGKILL and SIGSTOP of prefill or decode at random moments under load: no answer is wrong, and nothing is lost.
 
 Several clients stream through the router all the time. Each answer must be whole and right, or end with a clear error,
 and what was said before the error must be right as well. Afterwards every block is free and the pair works again.

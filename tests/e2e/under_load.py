@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         view = get(router.url, "/v1/kvferry")
         return {
             "mode": args.mode, "model": args.model or "tiny", "seconds": args.seconds, "kills": kills,
-            **_told(tally), "router": _router_figures(counted), "aiperf": figures,
+            **_summary(tally), "router": _router_figures(counted), "aiperf": figures,
             "pairs": {f"{one['prefill']} {one['decode']}": [one["landed"], one["failed"]] for one in view["pairs"]},
         }  # fmt: skip
 
@@ -106,7 +106,7 @@ def _kill_in_turn(fleet: Fleet, seconds: float, every_s: float) -> list[str]:
     return killed
 
 
-def _told(tally: Tally) -> dict[str, Any]:
+def _summary(tally: Tally) -> dict[str, Any]:
     return {
         "checked": tally.ended, "whole": tally.whole, "handed_over": tally.handed_over, "hung_up": tally.hung_up,
         "longest_s": round(tally.latest_s, 2), "errors": dict(tally.errors), "faults": tally.faults[:5],

@@ -307,19 +307,19 @@ def test_a_live_peer_is_never_gone_however_idle(world: World) -> None:
 def test_a_peer_is_pinged_when_it_is_accepted(world: World) -> None:
     """The connection between two workers is set up from both sides before the first hand-off needs it."""
     p, d = world.engine("p", Role.PREFILL, gone_after_s=600), world.engine("d", Role.DECODE, gone_after_s=600)
-    heard = {"p": 0, "d": 0}
+    received = {"p": 0, "d": 0}
     for name, engine in (("p", p), ("d", d)):
         core = engine.drivers[0]._protocol
         message = core.message
 
         def counting(*args: Any, of: str = name, message: Any = message) -> None:
-            heard[of] += 1
+            received[of] += 1
             message(*args)
 
         core.message = counting  # type: ignore[assignment,method-assign]  # it counts, and passes on
     p.meet(d)
     d.meet(p)
-    until(lambda: heard == {"p": 2, "d": 2}, p, d)  # a greeting, and the answer to ours
+    until(lambda: received == {"p": 2, "d": 2}, p, d)  # a greeting, and the answer to ours
 
 
 def test_a_peer_that_departs_is_forgotten_and_may_come_back(world: World) -> None:

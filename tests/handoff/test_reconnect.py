@@ -44,8 +44,8 @@ def test_messages_of_a_peer_arrive_after_one_side_came_back(kind: str) -> None:
         local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
         local.transport.send(REMOTE, b"back")
         assert _next_message(remote) == b"back"
-        remote.transport.send(LOCAL, b"heard")
-        assert _next_message(local) == b"heard"
+        remote.transport.send(LOCAL, b"received")
+        assert _next_message(local) == b"received"
     finally:
         local.close()
         remote.close()

@@ -189,7 +189,7 @@ class VllmServer:
     def wait_ready(self, timeout_s: float = 180.0) -> "VllmServer":
         """Blocks until /health answers 200. Raises FerryError with the end of the log if it ended or never answered."""
         assert self._process is not None, "start() comes first"
-        told_s = time.monotonic()
+        reported_s = time.monotonic()
         while True:
             if self.healthy():
                 self.ready_after_s = time.monotonic() - self.started_s
@@ -206,8 +206,8 @@ class VllmServer:
                     f"vLLM {self.spec.name!r} was not ready after {timeout_s:.0f} s: {self.log_tail(1)!r}. "
                     f"Log: {self.log_path}. Give it more time, or memory"
                 )
-            if now_s - told_s > 10.0:
-                told_s = now_s
+            if now_s - reported_s > 10.0:
+                reported_s = now_s
                 self._tell(f"{self.spec.name}: starting, {now_s - self.started_s:.0f} s: {self.log_tail(1)[:100]}")
             time.sleep(_POLL_S)
 

@@ -194,7 +194,7 @@ def check_case(case: Case, planner: Planner, *, staged: bool, limit: int, cells:
                 planner.plan(edge, *args, end=case.end)
         except MalformedMessage:
             return False
-        raise WrongBytesError("a needed token has no block, and nobody said so")
+        raise WrongBytesError("a needed token has no block, and the planner did not refuse it")
     sources = fill_sources(case)
     near = memory(case.reader, 101)
     moved = 0

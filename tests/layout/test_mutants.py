@@ -65,7 +65,7 @@ MUTANTS = {
         "marks = [source.block_starts(start, stop), destination.block_starts(start, stop)]",
         "marks = [source.block_starts(start, stop)]",
     ),
-    "a missing position is nobody's fault": ("tokens", "if missing is not None:", "if False:"),
+    "a missing position is not refused": ("tokens", "if missing is not None:", "if False:"),
     "the last block of whole ones forgotten": (
         "tokens",
         "last = -(-(high - source.first_local) // source.block_tokens)",

@@ -61,7 +61,7 @@ async def test_a_restart_of_every_decode_worker_fails_no_request(mode: str, stre
         await until_async(lambda: all(worker.down is not None for worker in router.fleet.decode))
         asking = [asyncio.create_task(post(url, {**BODY, "stream": stream})) for _ in range(5)]
         await waiting(router, 5)
-        assert not p.asked, "prefill works for nobody"
+        assert not p.asked, "prefill gets no request in vain"
         await restart(d1)
         answers = await asyncio.gather(*asking)
         assert {(one.status, one.headers["x-kvferry-decode"]) for one, _ in answers} == {(200, "d1")}

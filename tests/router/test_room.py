@@ -316,7 +316,7 @@ async def test_a_request_goes_to_workers_of_its_model() -> None:
                 assert served == [prefill, decode, route]
             response, _ = await post(url, {**BODY, "model": model, "max_tokens": 1})
             assert response.headers["x-kvferry-prefill"] == prefill
-        response, _ = await post(url, {**BODY, "model": "nobody's"})
+        response, _ = await post(url, {**BODY, "model": "unknown"})
         assert response.status == 200  # a real worker answers 404
 
 

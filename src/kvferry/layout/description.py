@@ -96,7 +96,7 @@ class Paging:
     """How a tensor is cut into blocks.
 
     A block holds `block_tokens` tokens of its group. `token_stride_bytes` is None if the tokens of a block cannot be
-    told apart (an opaque packing, or a state): then only whole blocks move.
+    distinguished (an opaque packing, or a state): then only whole blocks move.
     """
 
     num_blocks: int

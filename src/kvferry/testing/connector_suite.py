@@ -422,7 +422,7 @@ class ConnectorSuite:
 
     @pytest.mark.parametrize("policy", list(FailurePolicy))
     def test_kv_that_never_comes_is_computed_or_fails_the_request(self, pair: Pair, policy: FailurePolicy) -> None:
-        """R29: nobody prefills this transfer, so the deadline ends it. The blocks come back in either case."""
+        """R29: no engine prefills this transfer, so the deadline ends it. The blocks come back in either case."""
         prompt = prompt_of(8)
         params = pair.address("r", transfer="never")
         pair.decode.add("r", prompt, max_tokens=self.max_tokens, handoff=params, on_failure=policy)

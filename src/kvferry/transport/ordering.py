@@ -102,7 +102,7 @@ class Inbox:
         return taken
 
     def take_restarted(self) -> set[PeerName]:
-        """Returns peers that have connected to us anew. They forgot our place, so our Outbox to them begins anew."""
+        """Returns peers that have connected to us again. They forgot our place, so our Outbox to them restarts."""
         taken, self._restarted = self._restarted, set()
         return taken
 

@@ -197,7 +197,7 @@ def _wrong_blocks(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     yield hand_over(lab, pair, between=lie)
 
 
-@row("pull-unknown-peer", "pull: the parameters name an address where nobody listens")
+@row("pull-unknown-peer", "pull: the parameters name an address at which no server listens")
 def _unknown_peer(lab: Lab) -> Iterator[tuple[Pair, str, str]]:
     pair = lab.pair("pull", _SMALL, {})
     lie = {"remote_port": 1, "remote_engine_id": "nobody", "remote_incarnation": None}
@@ -373,7 +373,7 @@ row("push-pp2-d", "push: two pipeline stages on D")(_misfit("push", {}, _PP2))
 # Running a row
 
 
-def told_in_logs(pair: Pair) -> list[str]:
+def problems_in_logs(pair: Pair) -> list[str]:
     """Returns the distinct warnings and errors of both servers in this case, prefill first, without time and pid."""
     found: dict[str, None] = {}
     for server, who in zip(pair.both, "PD", strict=True):
@@ -411,7 +411,7 @@ def _is_empty(server: VllmServer) -> bool:
 
 
 def _look_after(pair: Pair, seen: Seen) -> None:
-    lines = told_in_logs(pair)
+    lines = problems_in_logs(pair)
     causes = [one for one in lines if re.search(r"cause=|refused|\b\w+Error: ", one)]
     seen.log = list(dict.fromkeys([*causes[:3], *lines[:1], *lines[-1:]]))[:4]
     health, after, blocks = [], [], []

@@ -301,7 +301,7 @@ def test_orders_over_the_channel_do_not_wait_for_a_step(
         assert [want.wanted for one in orders for want in one.fetch] == [TokenRange(0, 40)]
         assert not decode.last.kv_connector_metadata.orders
         line.catch_up()
-        assert any(one.accepted for one in sent), "an idle prefill hears of decode at once"
+        assert any(one.accepted for one in sent), "an idle prefill learns of decode at once"
     finally:
         prefill.close()
         decode.close()

@@ -106,11 +106,11 @@ def test_metrics_and_one_debug_line(lab: Lab) -> None:
 
 def test_garbage_from_a_client_costs_nothing(lab: Lab) -> None:
     pair = hybrid_pull(lab)
-    nobody = {"remote_engine_id": "nobody", "remote_host": "127.0.0.1", "remote_port": 1}
+    unknown = {"remote_engine_id": "nobody", "remote_host": "127.0.0.1", "remote_port": 1}
     rubbish: list[dict[str, Any]] = [
         {"do_remote_prefill": "yes"},
         {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "transfer_id": "x", **nobody},
+        {"do_remote_prefill": True, "transfer_id": "x", **unknown},
         {"do_remote_decode": True, "transfer_id": 7},
     ]
     for params in rubbish:

@@ -31,7 +31,7 @@ def test_a_long_message_is_joined_from_its_fragments_per_peer() -> None:
     assert len(inbox) == 2
     assert inbox.decode(Received(PEER, pieces[-1])) == LONG
     inbox.forget(OTHER)
-    assert inbox.decode(Received(OTHER, pieces[-1])) is None, "a peer that was disconnected begins anew"
+    assert inbox.decode(Received(OTHER, pieces[-1])) is None, "a peer that was disconnected begins again"
 
 
 def test_what_cannot_be_decoded_is_dropped_and_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,8 +103,8 @@ async def test_the_first_token_comes_before_decode_has_begun(mode: str, chat: bo
         assert response.headers["x-kvferry-route"] == mode
         go_on.set()
         assert await response.content.read() == rest
-    told_to_d = d.asked[0].headers.get("x-kvferry-first-token")
-    assert told_to_d == ("sent" if mode == "pull" else None)
+    sent_to_d = d.asked[0].headers.get("x-kvferry-first-token")
+    assert sent_to_d == ("sent" if mode == "pull" else None)
 
 
 @pytest.mark.parametrize(

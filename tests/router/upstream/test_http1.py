@@ -254,7 +254,7 @@ async def test_a_slow_client_makes_the_worker_wait() -> None:
         await connection.head()
         last = -1
         async with asyncio.timeout(20):
-            while last != sent:  # until it moves no more: nobody takes anything
+            while last != sent:  # until nothing moves: the client reads nothing
                 last = sent
                 await asyncio.sleep(0.2)
         assert sent < 40, "64 MiB are not to be held for a client that takes nothing"

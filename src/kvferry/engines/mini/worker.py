@@ -2,7 +2,7 @@
 
 In this order: the model and the cache (in every rank), the EngineConnector (it binds the side channel), the worker
 halves (in every rank: the transport registers the cache, and the driver starts), the scheduler half, the engine. When
-ranks have died, all but the EngineConnector is made anew.
+ranks have died, all but the EngineConnector is made again.
 """
 
 import logging

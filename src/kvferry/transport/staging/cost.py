@@ -103,7 +103,7 @@ def _seconds(curve: Curve, count: int, num_bytes: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen way, and the predictions behind it."""
+    """The chosen way, and the predicted costs of both."""
 
     route: Route
     direct_s: float

@@ -32,7 +32,7 @@ def test_each_report_is_delivered_once(line: bool) -> None:  # I4
     news.lost(GONE.engine, GONE.incarnation, GONE.reason)
     taken = news.take()
     if line:
-        assert reported == [a_report("a"), a_report("b"), GONE], "nothing to report wakes nobody"
+        assert reported == [a_report("a"), a_report("b"), GONE], "without a report the engine is not woken"
         assert taken == ((), ())
     else:
         assert taken == ((a_report("a"), a_report("b")), (GONE,))

@@ -31,22 +31,22 @@ class Worker:
     def __init__(self) -> None:
         self.orders: list[StepOrders] = []
         self.changed = threading.Condition()
-        self.channel = WorkerChannel(self.hear)
+        self.channel = WorkerChannel(self.receive)
 
-    def hear(self, orders: StepOrders) -> None:
+    def receive(self, orders: StepOrders) -> None:
         with self.changed:
             self.orders.append(orders)
             self.changed.notify_all()
 
     @property
-    def heard(self) -> list[PeerAccepted | PeerGone]:
+    def received(self) -> list[PeerAccepted | PeerGone]:
         peers: list[PeerAccepted | PeerGone] = []
         for one in self.orders:
             peers += one.accepted
             peers += one.gone
         return peers
 
-    def wait_heard(self, count: int) -> bool:
+    def wait_received(self, count: int) -> bool:
         with self.changed:
             return self.changed.wait_for(lambda: len(self.orders) >= count, WAIT_S)
 
@@ -88,8 +88,8 @@ def test_peers_reach_a_worker_whose_engine_does_not_step(worker: Worker, hub: Ch
     hub.connect([worker.channel.address])
     hub.send_peers(StepOrders(accepted=(came(size=1 << 20),)))
     hub.send_peers(StepOrders(gone=(left(),)))
-    assert worker.wait_heard(2)
-    assert worker.heard == [came(size=1 << 20), left()]
+    assert worker.wait_received(2)
+    assert worker.received == [came(size=1 << 20), left()]
     assert hub.take() == ((), ())
     assert not hub.pending, "the engine need not step for them"
 
@@ -105,8 +105,8 @@ def test_what_was_sent_before_a_step_is_received_before_its_orders(hub: ChannelH
             hub.send_peers(StepOrders(accepted=(came(f"p{count}"),)))
             for one in workers:
                 one.channel.catch_up()
-                assert len(one.heard) == count
-        assert [peer.engine for peer in workers[0].heard] == [f"p{i}" for i in range(1, 200)]
+                assert len(one.received) == count
+        assert [peer.engine for peer in workers[0].received] == [f"p{i}" for i in range(1, 200)]
     finally:
         for one in workers:
             one.channel.close()
@@ -144,7 +144,7 @@ def test_orders_come_after_the_peers_that_they_name(worker: Worker, hub: Channel
     )
     hub.send_peers(StepOrders(accepted=(came(),)))
     hub.send(StepOrders(fetch=(want,)))
-    assert worker.wait_heard(2)
+    assert worker.wait_received(2)
     first, second = worker.orders
     assert first.accepted == (came(),)
     (received,) = second.fetch
@@ -160,7 +160,7 @@ def test_reports_wait_for_the_engine_and_wake_it(worker: Worker) -> None:
         failed=(Failed(TransferId("u"), RequestId("s"), "gone", TokenRange(0, 0)),),
         released=frozenset({TransferId("v")}),
     )
-    assert not worker.channel.send(report), "nobody is there"
+    assert not worker.channel.send(report), "no scheduler is connected"
     hub.connect([worker.channel.address])
     assert WorkerLineReady(worker).wait()
     assert worker.channel.send(report)
@@ -185,7 +185,7 @@ def test_peers_wait_for_a_step_if_a_worker_has_no_channel(worker: Worker, addres
     assert (hub.pending, len(woken)) == (True, 2)
     assert hub.take() == ((came(),), (left("q"),))
     assert not hub.pending
-    assert not worker.heard
+    assert not worker.received
     hub.close()
 
 
@@ -196,10 +196,10 @@ def test_nothing_is_left_of_a_channel() -> None:
     assert address.parent.stat().st_mode & 0o077 == 0, "only its user may knock"
     end = SchedulerChannel(str(address), lambda _news: None)
     assert WorkerLineReady(worker).wait()
-    assert not address.exists(), "nobody else can come"
+    assert not address.exists(), "no other process can connect"
     end.close()
     worker.channel.close()
-    never = WorkerChannel(worker.hear)
+    never = WorkerChannel(worker.receive)
     never.close()
     assert num_lines() == before
 

@@ -87,7 +87,7 @@ def test_blocks_below_the_window_are_taken_and_the_rest_is_handed_over(manager: 
 
     begin = take_prefix_hits(manager, again, [FULL], windows, 0)
 
-    assert begin == 144, "what was cached of it: nine whole blocks; the windows begin behind them"
+    assert begin == 144, "what was cached of it: nine whole blocks; the windows begin after them"
     held = manager.get_block_ids("again")[FULL]
     assert held == old[:9] + fresh[9:]
     landed(manager, again, 199)  # vLLM asserts if a block is entered twice

@@ -334,8 +334,8 @@ async def a_router(router: Router) -> AsyncIterator[str]:
 
 
 async def test_a_large_fleet_is_still_one_matrix(page: Page) -> None:
-    nobody = [f"http://127.0.0.1:{port}" for port in range(1, 25)]
-    async with a_router(Router(nobody[:12], nobody[12:], FAST)) as url:
+    unreachable = [f"http://127.0.0.1:{port}" for port in range(1, 25)]
+    async with a_router(Router(unreachable[:12], unreachable[12:], FAST)) as url:
         await page.go(url + "/ui")
         await page.until(f"{CELLS}.length === 144 && {CELLS}.every(cell => cell.dataset.fit === 'down')")
         assert await page.js("document.getElementById('matrix').getBoundingClientRect().width < innerWidth * 1.3")

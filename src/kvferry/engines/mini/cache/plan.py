@@ -1,10 +1,10 @@
 """Where everything lies in one rank's cache, and how many blocks fit: worked out from descriptions, without memory.
 
 A *block* is what the cache hands out: one id, which stands for `block_tokens` tokens of one request (in a state group:
-for one state) in all the layers of one cache group. A *page* is the memory behind an id. All pages are of one size, and
-page i holds block i of whichever group owns that id now, so the groups take turns on the pages. On a page the layers
-that the group has on this rank lie one after the other; a block is therefore one run of bytes. For a model with one
-kind of layers a page is [layers, key and value, kv_heads, block_tokens, head_dim].
+for one state) in all the layers of one cache group. A *page* is the memory that an id names. All pages have
+one size, and page i holds block i of whichever group owns that id now, so the groups take turns on the pages. On a page
+the layers that the group has on this rank follow each other, so a block is one run of bytes. For a model with one kind
+of layers, a page is [layers, key and value, kv_heads, block_tokens, head_dim].
 """
 
 from collections.abc import Sequence

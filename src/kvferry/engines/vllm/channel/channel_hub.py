@@ -23,7 +23,7 @@ class ChannelHub:
     """One an engine. `send_peers` may be called from any thread, everything else on the engine's."""
 
     def __init__(self, wake: Callable[[], None] | None) -> None:
-        """`wake`: see engines.vllm.wake. None: an idle engine hears of nothing until it steps."""
+        """`wake` wakes an idle engine. If it is None, an idle engine learns of nothing until it steps."""
         self._wake = wake or (lambda: None)
         self._waiting: deque[PeerAccepted | PeerGone] = deque()
         self._channels: tuple[SchedulerChannel, ...] = ()
