@@ -23,7 +23,7 @@ WORDS = {  # word, also as a part of a name with underscores: the greatest count
     "told": (0, 0, 0),
     "heard?": (0, 0, 0),
     "hears": (0, 0, 0),
-    "nobody": (
+    "nobody": (8, 12, 1),  # the name of an unknown peer in tests, and in an error that the docs quote; the demo's prompt
         7,
         12,
         1,
@@ -31,7 +31,7 @@ WORDS = {  # word, also as a part of a name with underscores: the greatest count
     "somebody": (1, 2, 0),  # the name of another peer; a text that a model reads
     "anybody|everybody": (0, 0, 0),
     "so many": (0, 0, 0),
-    "behind": (10, 19, 8),  # "leave nothing behind", and workers behind a router
+    "behind": (12, 20, 10),  # "leave nothing behind", and workers behind a router
     "afresh|anew": (0, 0, 0),
 }
 DOCSTRINGS = (r"\ASee ", r"\AOf ")
