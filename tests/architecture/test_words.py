@@ -23,11 +23,7 @@ WORDS = {  # word, also as a part of a name with underscores: the greatest count
     "told": (0, 0, 0),
     "heard?": (0, 0, 0),
     "hears": (0, 0, 0),
-    "nobody": (8, 12, 1),  # the name of an unknown peer in tests, and in an error that the docs quote; the demo's prompt
-        7,
-        12,
-        1,
-    ),  # the name of an unknown peer in tests, and in an error that the docs quote; the demo's prompt
+    "nobody": (8, 12, 1),  # the name of an unknown peer in tests, and in an error that the docs quote; a prompt
     "somebody": (1, 2, 0),  # the name of another peer; a text that a model reads
     "anybody|everybody": (0, 0, 0),
     "so many": (0, 0, 0),
