@@ -21,8 +21,9 @@ class CharTokenizer:
     """A tokenizer whose token ids are code points."""
 
     takes_tools = False
+    max_chars_per_token = 1
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(c) for c in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ _MAX_SHOWN_CHARS = 80
 Body = TypeVar("Body")
 
 
-def decode_body(raw: bytes, kind: type[Body]) -> Body:
+def decode_body(raw: bytes | memoryview, kind: type[Body]) -> Body:
     """Decodes and checks a body. Raises ApiError (400) with the field, its value and the remedy."""
     try:
         try:

@@ -10,7 +10,8 @@ import jinja2
 import jinja2.sandbox
 import tokenizers
 
-from kvferry.errors import RequestError, UnknownModel
+from kvferry.engines.mini.models.token_table import TokenTable
+from kvferry.errors import RequestError, RequestTooLong, UnknownModel
 from kvferry.modelfiles import read_json
 
 __all__ = ["Detokenizer", "Tokenizer"]
@@ -24,6 +25,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], chat_template: str | None) -> None:
         self._backend = backend
+        self._table = TokenTable(backend)
         self._names = {
             name: value["content"] if isinstance(value, dict) else value
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -67,17 +69,36 @@ class Tokenizer:
         """Whether `render_chat` works."""
         return self._template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text. Special tokens in the text are recognised, as chat templates need."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    @property
+    def max_chars_per_token(self) -> int | None:
+        """The most characters of a text that one token can cover; None if there is no such limit."""
+        return self._table.max_chars
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Returns the tokens of a text. Special tokens in the text are recognised, as chat templates need.
+
+        Raises RequestTooLong if there are more than `max_tokens`. Other threads run meanwhile.
+        """
+        # Of the library's calls only those for batches let other threads run: `encode` stops them all.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise RequestTooLong(
+                f"the prompt has {len(encoding)} tokens, and at most {max_tokens} fit into the model's context: "
+                "shorten the prompt, or serve with a larger --max-model-len"
+            )
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of some tokens. Ids outside the vocabulary give no text."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that one token adds to a text; none for special tokens, which a text leaves out."""
+        return b"" if self._table.is_special(token_id) else self._table.bytes_of(token_id)
+
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token alone, for logprobs; a part of a character shows as U+FFFD."""
-        return self.decode([token_id], skip_special_tokens=False)
+        return self._table.bytes_of(token_id).decode("utf-8", "replace")
 
     def render_chat(
         self,

@@ -1,9 +1,9 @@
 """The OpenAI-compatible HTTP server of one worker.
 
-Life of a request: its body is read and checked (request_body, prompts) and becomes a Job (generate); the job's
-sequences run on the engine thread (engine_thread); their outputs become a body or a stream (replies). Headers are sent
-with the first token, so that they can say how the prompt was served, and so that an earlier error still has its own
-status. A client that disconnects cancels the handler, which aborts the sequences.
+Life of a request: its body is read and checked (request_reader, request_body, prompts) and becomes a Job (generate);
+the job's sequences run on the engine thread (engine_thread); their outputs become a body or a stream (replies). Headers
+are sent with the first token, so that they can say how the prompt was served, and so that an earlier error still has
+its own status. A client that disconnects cancels the handler, which aborts the sequences.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
 from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
-from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike, chat_prompt, completion_prompts
+from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
-from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, CompletionBody, sampling_of
+from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, sampling_of
+from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
 from kvferry.errors import ConfigError, FerryError, Overloaded
@@ -116,6 +117,12 @@ class WorkerServer:
         self._tokenizer = tokenizer
         self._settings = settings
         self._engine = EngineThread(worker.engine)
+        self._reader = RequestReader(
+            tokenizer,
+            max_model_len=settings.max_model_len,
+            vocab_size=settings.vocab_size,
+            max_waiting=settings.max_open_requests,
+        )
         self._metrics = WorkerMetrics()
         self._traces = Traces()
         self._serial = itertools.count()
@@ -123,7 +130,7 @@ class WorkerServer:
         self.draining = Draining(
             self._engine,
             worker,
-            num_answering=lambda: self._num_answering,
+            num_answering=lambda: self._num_answering + self._reader.num_reading,
             timeout_s=settings.drain_timeout_s,
         )
         if settings.ends_with_engine:
@@ -161,12 +168,13 @@ class WorkerServer:
         self._description = await self._engine.call(self._worker.describe)
 
     async def _on_cleanup(self, _: web.Application) -> None:
+        await self._reader.stop()
         await self._engine.stop()
 
     # ---- completions ----
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = decode_body(await request.read(), CompletionBody)
+        body, prompts = await self._reader.completion(request)
         if body.best_of not in (None, 1):
             raise _unsupported("best_of", body.best_of)
         if body.suffix:
@@ -176,19 +184,17 @@ class WorkerServer:
                 400, "echo=True with logprobs: prompt log probabilities are not supported; drop one of them",
                 param="logprobs", code="unsupported",
             )  # fmt: skip
-        prompts = completion_prompts(body, self._tokenizer)
         room = self._settings.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
         max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if body.max_tokens is None else body.max_tokens
         job = self._job(request, body, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
         return await self._answer(request, job, CompletionReply(job, self._tokenizer, self._engine_id))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = decode_body(await request.read(), ChatBody)
+        body, prompt = await self._reader.chat(request)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(
                 400, f"top_logprobs={body.top_logprobs!r} needs logprobs=true: send it too", param="top_logprobs"
             )
-        prompt = chat_prompt(body, self._tokenizer)
         room = self._settings.max_model_len - len(prompt.token_ids)
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -258,12 +264,6 @@ class WorkerServer:
                 400, f"{name}={num_logprobs!r}: send 0 to {_MAX_TOP_LOGPROBS} alternatives per token", param=name
             )
         for prompt in prompts:
-            wrong = next((one for one in prompt.token_ids if not 0 <= one < settings.vocab_size), None)
-            if wrong is not None:
-                raise ApiError(
-                    400, f"prompt has token id {wrong}: this model has ids 0 to {settings.vocab_size - 1}",
-                    param="prompt",
-                )  # fmt: skip
             length = len(prompt.token_ids)
             if length + max(max_tokens, 1) > settings.max_model_len:
                 raise ApiError(

@@ -6,17 +6,26 @@ from typing import Any, Protocol
 
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.web.api_errors import ApiError
+from kvferry.web.json_body import shown
 
-__all__ = ["Prompt", "TokenizerLike", "chat_prompt", "completion_prompts"]
+__all__ = [
+    "MAX_PROMPTS", "Prompt", "TokenizerLike", "chat_text", "completion_items", "prompt_of_ids", "prompt_of_text",
+]  # fmt: skip
 
-_MAX_PROMPTS = 256
+MAX_PROMPTS = 256
+"""The most prompts of one request, each a text or a list of token ids."""
 
 
 class TokenizerLike(Protocol):
     """What the server needs of a tokenizer: see engines.mini.models.tokenizer."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of a text."""
+    @property
+    def max_chars_per_token(self) -> int | None:
+        """The most characters of a text that one token can cover; None if there is no such limit."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Returns the tokens of a text. Raises RequestTooLong if there are more than `max_tokens`."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -47,34 +56,31 @@ class Prompt:
     text: str | None = None
 
 
-def completion_prompts(body: CompletionBody, tokenizer: TokenizerLike) -> tuple[Prompt, ...]:
-    """Returns the prompts: `body.prompt` is a string, token ids, or a list of either. Raises ApiError (400)."""
+def completion_items(body: CompletionBody) -> list[str | list[int]]:
+    """Returns each prompt as a text or token ids: `body.prompt` is one of these, or a list. Raises ApiError (400)."""
     raw = body.prompt
     if isinstance(raw, str):
-        raw = [raw]
+        return [raw]
     if not raw:
         raise ApiError(400, "prompt=[]: send at least one prompt", param="prompt")
-    if len(raw) > _MAX_PROMPTS and not isinstance(raw[0], int):
-        raise ApiError(400, f"prompt: {len(raw)} prompts in one request; send at most {_MAX_PROMPTS}", param="prompt")
+    if len(raw) > MAX_PROMPTS and not isinstance(raw[0], int):
+        raise ApiError(400, f"prompt: {len(raw)} prompts in one request; send at most {MAX_PROMPTS}", param="prompt")
     if all(isinstance(item, int) for item in raw):
-        return (_of_ids([item for item in raw if isinstance(item, int)]),)
-    prompts = []
+        return [[item for item in raw if isinstance(item, int)]]
+    items: list[str | list[int]] = []
     for index, item in enumerate(raw):
-        if isinstance(item, str):
-            prompts.append(_of_text(item, tokenizer))
-        elif isinstance(item, list):
-            prompts.append(_of_ids(item))
-        else:
+        if isinstance(item, int):
             raise ApiError(
                 400,
                 f"prompt[{index}]={item!r}: token ids and texts are mixed; send texts, or one list of ids per prompt",
                 param="prompt",
             )
-    return tuple(prompts)
+        items.append(item)
+    return items
 
 
-def chat_prompt(body: ChatBody, tokenizer: TokenizerLike) -> Prompt:
-    """Returns the conversation as one prompt, by the model's chat template. Raises ApiError (400) or RequestError."""
+def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
+    """Returns the conversation as one text, by the model's chat template. Raises ApiError (400) or RequestError."""
     if not body.messages:
         raise ApiError(400, "messages=[]: send at least one message", param="messages")
     messages = [_message(index, message) for index, message in enumerate(body.messages)]
@@ -99,8 +105,7 @@ def chat_prompt(body: ChatBody, tokenizer: TokenizerLike) -> Prompt:
             "or serve a model whose template does",
             param="tools",
         )
-    text = tokenizer.render_chat(messages, tools)
-    return Prompt(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return tokenizer.render_chat(messages, tools)
 
 
 def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -124,14 +129,23 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
-def _of_text(text: str, tokenizer: TokenizerLike) -> Prompt:
-    token_ids = tuple(tokenizer.encode(text))
+def prompt_of_text(
+    text: str, tokenizer: TokenizerLike, *, add_special_tokens: bool, max_tokens: int | None = None
+) -> Prompt:
+    """Returns a text as a prompt. Raises ApiError (400), or RequestTooLong for more than `max_tokens` tokens."""
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens))
     if not token_ids:
-        raise ApiError(400, f"prompt={text!r} has no tokens: send some text", param="prompt")
+        raise ApiError(400, f"prompt={shown(text)} has no tokens: send some text", param="prompt")
     return Prompt(token_ids, text)
 
 
-def _of_ids(token_ids: Sequence[int]) -> Prompt:
+def prompt_of_ids(token_ids: Sequence[int], vocab_size: int) -> Prompt:
+    """Returns token ids as a prompt. Raises ApiError (400)."""
     if not token_ids:
         raise ApiError(400, "prompt has a list of 0 token ids: send at least one", param="prompt")
+    for wrong in (min(token_ids), max(token_ids)):
+        if not 0 <= wrong < vocab_size:
+            raise ApiError(
+                400, f"prompt has token id {wrong}: this model has ids 0 to {vocab_size - 1}", param="prompt"
+            )
     return Prompt(tuple(token_ids))
