@@ -309,13 +309,16 @@ def test_an_abort_in_the_queue_lets_the_peer_free_its_blocks() -> None:
     assert not half.has_pending_work()
 
 
-def test_one_transfer_id_serves_one_request() -> None:
-    half = make()
+@pytest.mark.parametrize("policy", FailurePolicy)
+def test_one_transfer_id_serves_one_request(policy: FailurePolicy) -> None:
+    half = make(policy=policy)
     half.on_new_request(decode_request())
     twin = decode_request()
     twin.request_id = RequestId("r-2")
     half.on_new_request(twin)
-    assert "one dispatch, one id" in half.match(twin, 0).reason
+    match = half.match(twin, 0)
+    assert "one dispatch, one id" in match.reason
+    assert not match.error, "no hand-off of the twin has failed: it is computed"
 
 
 def test_a_full_prefix_hit_is_reported_to_the_peer_at_once_and_nothing_waits() -> None:

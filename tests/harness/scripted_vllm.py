@@ -2,6 +2,7 @@
 its parameters without a default. Read from that release's sources; the real one is tested elsewhere."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ vllm:kv_cache_usage_perc{{engine="0",model_name="tiny"}} {usage}
 vllm:cache_config_info{{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="100"}} 1.0
 process_start_time_seconds {started}
 """
+FERRY_METRICS = """kvferry_handoffs_landed_total{{engine="0",model_name="tiny"}} {landed}.0
+kvferry_handoffs_failed_total{{engine="0",model_name="tiny"}} {failed}.0
+"""
 
 
 @dataclass
@@ -37,6 +41,11 @@ class VllmServer(ScriptedServer):
     waiting: int = 0
     started: float = 1000.5
     asked: list[Asked] = field(default_factory=list)
+    landed: int | None = None
+    """With kvferry's connector: its counter of hand-offs that have landed; None for another connector."""
+    failed: int = 0
+    answers: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
+    """Answers in place of all that follows here."""
     finish: str = "length"
     """The finish reason of prefill's one token."""
     partner: "VllmServer | None" = None
@@ -63,9 +72,14 @@ class VllmServer(ScriptedServer):
 
     async def _metrics(self, _: web.Request) -> web.Response:
         numbers = {"running": self.running, "waiting": self.waiting, "usage": self.usage, "started": self.started}
-        return web.Response(text=METRICS.format(**numbers))
+        text = METRICS.format(**numbers)
+        if self.landed is not None:
+            text += FERRY_METRICS.format(landed=self.landed, failed=self.failed)
+        return web.Response(text=text)
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
+        if self.answers is not None:
+            return await self.answers(request)
         at_s = asyncio.get_running_loop().time()
         asked = Asked(request.path, await request.read(), {k.lower(): v for k, v in request.headers.items()}, at_s)
         self.asked.append(asked)

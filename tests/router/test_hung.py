@@ -12,8 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvferry.router.app import Router
 from kvferry.router.fleet.workers import Fleet
 from kvferry.router.settings import RouterSettings
+from tests.harness.scripted_vllm import VllmServer
 from tests.harness.scripted_worker import (
     STREAM,
     Asked,
@@ -25,7 +27,9 @@ from tests.harness.scripted_worker import (
     fleet,
     hanging,
     prefill_script,
+    routing,
 )
+from tests.harness.tcp_proxy import TcpProxy
 from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
@@ -226,7 +230,7 @@ async def test_which_requests_are_given_up(silent_for_s: float | None, waits_for
 
 
 async def test_a_refused_connection_is_not_silence() -> None:
-    """A worker that shuts down accepts no connection and may still answer; connections to a dead process end."""
+    """A kvferry worker that shuts down accepts no connection and may still answer; a dead one's connections end."""
     d = a_decode()
     await d.start()
     await d.stop()
@@ -236,6 +240,37 @@ async def test_a_refused_connection_is_not_silence() -> None:
         await known.ask(session, known.decode[0])
     assert "cannot connect" in str(known.decode[0].down)
     assert known.decode[0].silent_since_s is None
+
+
+@streamed_or_not
+async def test_a_vllm_server_that_is_ending_holds_no_stream(stream: bool) -> None:
+    """After SIGTERM vLLM's engine ends, its socket closes, and open streams may stay silent for ever."""
+    d = VllmServer("engine-d", "decode")
+    p = VllmServer("engine-p", "prefill")
+    began = asyncio.Event()
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if stream:
+            await response.write(STREAM[:34])
+        began.set()
+        await asyncio.Event().wait()
+        return response
+
+    d.answers = silent
+    await d.start()
+    await p.start()
+    async with TcpProxy.to(d.port) as proxy, routing(Router([p.url], [proxy.url], SOON)) as url:
+        asking = asyncio.create_task(post(url, {**BODY, "stream": stream}))
+        await asyncio.wait_for(began.wait(), 10)
+        proxy.refuse()
+        response, raw = await asyncio.wait_for(asking, 10)
+    await d.stop()
+    await p.stop()
+    assert response.status == (200 if stream else 504)
+    assert b"has not accepted a connection for" in raw
 
 
 async def test_a_stream_of_many_chunks_sets_no_timer_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -111,6 +112,72 @@ async def test_other_versions_and_other_engines_are_not_paired() -> None:
         response, _ = await post(url, BODY)
     assert response.headers["x-kvferry-route"] == "alone"
     assert "pair servers of one kind" in response.headers["x-kvferry-why"]
+
+
+async def outcomes(session: aiohttp.ClientSession, url: str) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns the pair's counters, from /metrics and from the fleet's view."""
+    text = await (await session.get(f"{url}/metrics")).text()
+    lines = [line for line in text.splitlines() if line.startswith("kvferry_router_pair_handoffs_total{")]
+    counted = {line.partition('outcome="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+    (pair,) = (await (await session.get(f"{url}/v1/kvferry")).json())["pairs"]
+    return counted, pair
+
+
+async def test_what_a_vllm_server_does_not_say_is_unknown() -> None:
+    p, d = a_pair("pull")
+    async with fleet(p, d) as (url, router), aiohttp.ClientSession() as session:
+        for _ in range(3):
+            await post(url, BODY)
+        counted, pair = await outcomes(session, url)
+        assert counted == {"unknown": 3.0}, "neither landed nor failed"
+        assert (pair["unknown"], pair["landed"], pair["failed"]) == (3, 0, 0)
+        assert router.context.alarm.share(time.monotonic()) == 0.0
+
+
+async def test_a_kvferry_worker_says_what_has_landed() -> None:
+    async with fleet(a_prefill(), a_decode()) as (url, _), aiohttp.ClientSession() as session:
+        await post(url, BODY)
+        counted, pair = await outcomes(session, url)
+    assert counted == {"landed": 1.0}
+    assert (pair["unknown"], pair["landed"]) == (0, 1)
+
+
+async def test_the_alarm_counts_handoffs_that_fail_on_a_vllm_server_with_our_connector() -> None:
+    p, d = a_pair("pull")
+    d.landed, d.failed = 7, 5  # before the router has known it
+    async with fleet(p, d) as (url, router), aiohttp.ClientSession() as session:
+        alarm = router.context.alarm
+        await until_async(lambda: router.fleet.decode[0].info is not None)
+        assert not alarm.rings(time.monotonic())
+        d.failed += 3
+        await until_async(lambda: alarm.rings(time.monotonic()), "the alarm rings")
+        assert "hand-offs fail on" in alarm.last_reason
+        assert d.url in alarm.last_reason
+        text = await (await session.get(f"{url}/metrics")).text()
+        assert "kvferry_router_decode_only_alarm 1.0" in text
+        d.landed += 997
+        await until_async(lambda: not alarm.rings(time.monotonic()), "three of a thousand are few")
+
+
+async def test_a_restart_of_a_vllm_server_is_no_failure() -> None:
+    p, d = a_pair("pull")
+    d.landed, d.failed = 0, 0
+    async with fleet(p, d) as (_, router):
+        await until_async(lambda: router.fleet.decode[0].info is not None)
+        d.failed, d.started = 9, 2000.0
+        await until_async(lambda: (info := router.fleet.decode[0].info) and info.incarnation == "2000.0")
+        assert router.context.alarm.share(time.monotonic()) == 0.0
+
+
+async def test_several_choices_are_handed_over_to_a_vllm_server_with_our_connector() -> None:
+    p, d = a_pair("pull")
+    d.landed = 0
+    async with fleet(p, d) as (url, router):
+        await until_async(lambda: router.fleet.decode[0].shares_handoffs)
+        response, _ = await post(url, {**BODY, "n": 2})
+    assert response.headers["x-kvferry-route"] == "pull"
+    assert p.asked[0].body.get("n", 1) == 1
+    assert d.asked[0].body["n"] == 2
 
 
 async def test_several_choices_are_not_handed_over_to_vllm() -> None:

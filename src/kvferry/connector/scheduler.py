@@ -70,6 +70,9 @@ class HandoffScheduler:
         self._decoding: dict[RequestId, DecodeHandoff] = {}
         self._by_transfer: dict[TransferId, PrefillHandoff | DecodeHandoff] = {}
         self._gave_up: dict[RequestId, str] = {}
+        self._duplicates: dict[RequestId, str] = {}
+        """Requests with another one's transfer id. No hand-off of theirs has failed, so they are computed under any
+        policy."""
         self._preempted: set[RequestId] = set()
         """Prefill requests that were preempted after their first offer."""
         self._next = OrdersBuilder()
@@ -101,7 +104,7 @@ class HandoffScheduler:
             return
         transfer = TransferId(str(params.transfer_id))
         if transfer in self._by_transfer:
-            self._gave_up[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
+            self._duplicates[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
             return
         target = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
@@ -145,6 +148,8 @@ class HandoffScheduler:
         return request.on_failure or self._settings.transfer.on_failure
 
     def _no_match(self, request: RequestView) -> Match:
+        if (duplicate := self._duplicates.get(request.request_id)) is not None:
+            return Match(reason=duplicate)
         reason = self._gave_up.get(request.request_id, "")
         if reason and self._policy(request) is FailurePolicy.FAIL:
             return Match(error=f"the prompt's KV cache did not arrive, and on_failure is 'fail': {reason}")
@@ -232,6 +237,7 @@ class HandoffScheduler:
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """Offer a prefill request that ends well, withdraw one that does not; cancel a hand-off that is under way."""
         self._gave_up.pop(request.request_id, None)
+        self._duplicates.pop(request.request_id, None)
         aborted = aborted or self._has_lost_its_peer(request)
         result = self._end_request(request, tables, num_computed_tokens, first_token, aborted=aborted)
         self._preempted.discard(request.request_id)

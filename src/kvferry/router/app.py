@@ -117,6 +117,7 @@ class Router:
             releases=self._releases, observers=self.observers, prefixes=Prefixes(), cost=cost, alarm=alarm,
             worker_key=read_keys(files.worker_key)[0] if files.worker_key else None,
         )  # fmt: skip
+        self.fleet.on_handoffs.append(self._on_handoffs)
         self._view = FleetView(fleet=self.fleet, admission=admission, settings=settings, cost=cost, alarm=alarm)
         self.draining = RouterDraining(settings.drain_timeout_s)
         middlewares = [self.draining.middleware, error_middleware(lambda: secrets.token_hex(16), ", /ui")]
@@ -166,6 +167,12 @@ class Router:
         """Adds this observer, which is stopped with the router. Called before the router listens."""
         self.observers.add(tracing)
         self._tracing = tracing
+
+    def _on_handoffs(self, worker: Worker, landed: int, failed: int) -> None:
+        """Gives the alarm what a vLLM decode server's own counters say: its answers do not."""
+        now_s = time.monotonic()
+        self.context.alarm.note_many(now_s, landed, None)
+        self.context.alarm.note_many(now_s, failed, f"hand-offs fail on {worker.label}: its log says why")
 
     async def _on_startup(self, _: web.Application) -> None:
         if self._file is not None:

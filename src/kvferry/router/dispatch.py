@@ -30,6 +30,7 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import MalformedMessage
+from kvferry.router.answer.account import HandoffOutcome, handed_over_tokens, outcome_of
 from kvferry.router.answer.first_event import early_event
 from kvferry.router.answer.relay import from_prefill, relay
 from kvferry.router.answer.reply import Reply
@@ -166,8 +167,8 @@ class Dispatch:
         """Returns a local prefill if decode should compute the prompt by choice, else None."""
         body = self._body
         reason = body.indivisible_reason
-        if reason is None and body.num_choices > 1 and decode.info is not None and decode.info.kind == "vllm":
-            reason = f"n={body.num_choices}: a hand-off to a vLLM server carries one choice"
+        if reason is None and body.num_choices > 1 and not decode.shares_handoffs:
+            reason = f"n={body.num_choices}: a hand-off to a vLLM server without kvferry's connector carries one choice"
         if reason is None and (below := self._context.cost.local_below_tokens):
             uncached = self._prompt.num_tokens - self._prompt.num_cached(decode)
             if uncached < below:
@@ -228,10 +229,10 @@ class Dispatch:
         now_s = time.monotonic()
         if self._reservation is not None:
             self._reservation.began_s = now_s
-        recomputed = _recomputed(headers)
+        outcome = outcome_of(headers)
         if status < 400:
             self._note_served(worker)
-            if not recomputed:
+            if outcome is not HandoffOutcome.FAILED:
                 self._offer = None
         self.served |= {
             name.removeprefix("x-kvferry-").replace("-", "_"): value
@@ -245,22 +246,24 @@ class Dispatch:
         if prefill is None or status >= 400:
             return
         pair = self._fleet.pairs.of(prefill, worker)
-        if recomputed:
+        if outcome is HandoffOutcome.FAILED:
             reason = headers.get("x-kvferry-why", "")
             self._context.alarm.note(now_s, reason)
             if pair.fail(now_s, reason):
                 logger.warning(
                     "pair left alone prefill=%s decode=%s cause=%s", prefill.name, worker.name, pair.last_reason
                 )
+        elif outcome is HandoffOutcome.UNKNOWN:
+            pair.unknown += 1  # its own counters go to the alarm: see Fleet.on_handoffs
         else:
             pair.landed += 1
-            pair.handed_over_tokens += _number(headers.get("x-kvferry-handed-over", ""))
+            pair.handed_over_tokens += handed_over_tokens(headers)
             pair.breaker.succeeded()
             self._context.alarm.note(now_s, None)
         if self._prefilled_s is not None:
             self._context.cost.on_handoff(now_s - self._prefilled_s)
             self._metrics.on_handoff(now_s - self._prefilled_s)
-        self._metrics.on_pair(prefill.name, worker.name, landed=not recomputed, headers=headers)
+        self._metrics.on_pair(prefill.name, worker.name, outcome=outcome, headers=headers)
 
     def _on_first_byte(self, source: str) -> None:
         self._metrics.on_first_byte(time.monotonic() - self._began_s)
@@ -476,15 +479,6 @@ class Dispatch:
         worker.breaker.succeeded()
         for failed in self._failed.served(worker, time.monotonic()):
             logger.warning("worker left alone peer=%s cause=%s", failed.name, failed.breaker.reason)
-
-
-def _recomputed(headers: Mapping[str, str]) -> bool:
-    """True if decode reports that nothing was handed over. Prefill may never have learned of it."""
-    return headers.get("x-kvferry-handed-over") == "0" and bool(headers.get("x-kvferry-why"))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _nothing(_: Mapping[str, str]) -> None:

@@ -14,7 +14,8 @@ __all__ = ["REQUEST_ID", "ApiError", "as_api_error", "error_middleware", "reques
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = web.RequestKey("kvferry_request_id", str)
-_MAX_REQUEST_ID_CHARS = 128
+_MAX_REQUEST_ID_CHARS = 512
+"""vllm-router names both workers in it, with their host names."""
 _HINTS = {
     404: "There is no {method} {path} here; see /v1/models, /v1/completions, /v1/chat/completions, /health, "
     "/metrics{more}.",

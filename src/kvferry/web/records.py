@@ -5,7 +5,17 @@ import msgspec
 from kvferry.settings import Role, TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 
-__all__ = ["CacheMark", "Limits", "Load", "Room", "Served", "SideChannelAddress", "WorkerInfo", "header_value"]
+__all__ = [
+    "CacheMark",
+    "Handoffs",
+    "Limits",
+    "Load",
+    "Room",
+    "Served",
+    "SideChannelAddress",
+    "WorkerInfo",
+    "header_value",
+]
 
 HEADER_PREFIX = "x-kvferry-"
 
@@ -115,6 +125,13 @@ class Room(msgspec.Struct, frozen=True):
     """Requests that wait for blocks."""
 
 
+class Handoffs(msgspec.Struct, frozen=True):
+    """How the hand-offs to a vLLM server with kvferry's connector have ended, since it was started."""
+
+    landed: int = 0
+    failed: int = 0
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The most that a worker can hold. 0: not reported."""
 
@@ -149,6 +166,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     room: Room | None = None
     """None: not reported."""
+    handoffs: Handoffs | None = None
+    """None: not reported. kvferry's own workers say it in each answer."""
     cache: CacheMark | None = None
     """None: it does not report the blocks in its prefix cache."""
     abilities: tuple[str, ...] = ()

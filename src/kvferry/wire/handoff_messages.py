@@ -20,6 +20,7 @@ from kvferry.layout.blocks import BlockTable
 __all__ = [
     "MAX_DIGEST_BYTES",
     "MAX_FRAME_BYTES",
+    "MAX_ID_CHARS",
     "MAX_MESSAGE_BYTES",
     "MAX_NOTE_BYTES",
     "MAX_REASON_CHARS",
@@ -58,7 +59,9 @@ MAX_REASON_CHARS = 500
 MAX_RENEWED = 256
 """The largest number of transfers in one Renew."""
 
-_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=160)]
+MAX_ID_CHARS = 160
+"""The longest transfer id, and the longest name of an engine."""
+_Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -5,12 +5,17 @@ receives a dict from outside turns it into HandoffParams. The block ids are ther
 prefill itself for its blocks, so wrong ids in a relayed dict cannot lead to wrong tokens.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from kvferry.errors import RequestError
 from kvferry.settings import TransferMode
+from kvferry.wire.handoff_messages import MAX_ID_CHARS
 
 __all__ = ["HandoffParams"]
+
+_Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
@@ -21,7 +26,7 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Fal
     do_remote_decode: bool = False
     """Tells prefill to compute only the prompt, because another engine decodes."""
     transfer_mode: TransferMode | None = None
-    transfer_id: str | None = None
+    transfer_id: _Id | None = None
     """One per dispatch, made by the router or by prefill."""
     remote_engine_id: str | None = None
     remote_incarnation: str | None = None

@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.engines.vllm.logs import share_logging
 from kvferry.engines.vllm.metadata import Orders, RankInfo, Reports
-from kvferry.engines.vllm.metrics import FerryMetrics, FerryStats, of_ended, of_worker
+from kvferry.engines.vllm.metrics import FerryMetrics, FerryStats, of_ended, of_unstarted, of_worker
 from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.scheduler_side.engine import VllmEngine, start_engine
 from kvferry.engines.vllm.scheduler_side.engine_sleep import find_engine_sleep
@@ -234,11 +234,17 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Returns what this half has counted since the last call."""
         if self._worker is None:
-            ended, self._ended = self._ended, None
-            return ended
+            return self._scheduler_stats()
         now = self._worker.stats()
         changed, self._reported = of_worker(now, self._reported), now
         return changed
+
+    def _scheduler_stats(self) -> FerryStats | None:
+        ended, self._ended = self._ended, None
+        unstarted = of_unstarted(0 if self._engine is None else self._engine.scheduler.take_num_unstarted_failures())
+        if ended is None or unstarted is None:
+            return ended or unstarted
+        return ended.aggregate(unstarted)
 
     def shutdown(self) -> None:
         """Ends every thread, closes every socket and removes every registration."""

@@ -9,7 +9,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvferry.connector.base import Failed, Landed
 from kvferry.stats import HandoffStats
 
-__all__ = ["FerryMetrics", "FerryStats", "of_ended", "of_worker"]
+__all__ = ["FerryMetrics", "FerryStats", "of_ended", "of_unstarted", "of_worker"]
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 _COUNTERS = {
@@ -53,6 +53,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not install
         """Returns the numbers for vLLM's periodic log line."""
         counts, times = self.data["counts"], self.data["transfer_s"]
         mean_ms = round(1e3 * sum(times) / len(times), 3) if times else 0.0
+        if not (counts.get("handoffs_landed") or counts.get("handoffs_failed")):
+            return {name.replace("_", " "): value for name, value in counts.items() if value}
         return {
             "landed": counts.get("handoffs_landed", 0),
             "failed": counts.get("handoffs_failed", 0),
@@ -61,8 +63,8 @@ class FerryStats(KVConnectorStats):  # type: ignore[misc]  # vllm is not install
         }
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to report."""
-        return not (self.data["counts"] or self.data["now"] or self.data["transfer_s"])
+        """Whether no hand-off has ended: vLLM then writes no line into its log. The gauges are in its metrics."""
+        return not (any(self.data["counts"].values()) or self.data["transfer_s"])
 
 
 def of_ended(landed: tuple[Landed, ...], failed: tuple[Failed, ...]) -> FerryStats | None:
@@ -77,6 +79,11 @@ def of_ended(landed: tuple[Landed, ...], failed: tuple[Failed, ...]) -> FerrySta
         "verified_cells": sum(one.verified_cells for one in landed),
     }
     return FerryStats({"counts": counts, "now": {}, "transfer_s": [one.transfer_s for one in landed]})
+
+
+def of_unstarted(num_failed: int) -> FerryStats | None:
+    """Returns the numbers of hand-offs that have failed before they had blocks, or None if there were none."""
+    return FerryStats({"counts": {"handoffs_failed": num_failed}, "now": {}, "transfer_s": []}) if num_failed else None
 
 
 def of_worker(now: HandoffStats, before: HandoffStats) -> FerryStats | None:

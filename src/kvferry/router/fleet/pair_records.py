@@ -23,6 +23,8 @@ class Pair:
     breaker: Breaker
     landed: int = 0
     failed: int = 0
+    unknown: int = 0
+    """Answers that do not say whether their hand-off has landed: those of vLLM servers."""
     handed_over_tokens: int = 0
     last_reason: str = ""
     """The reason of the pair's last failure."""

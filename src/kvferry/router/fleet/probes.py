@@ -14,11 +14,14 @@ import msgspec
 
 from kvferry.errors import PeerError
 from kvferry.router.fleet.worker import Worker
-from kvferry.web.records import Limits, Load, Room, WorkerInfo
+from kvferry.web.records import Handoffs, Limits, Load, Room, WorkerInfo
 
 __all__ = ["NotAWorker", "ask_what_it_is", "metrics_of_vllm"]
 
-_NUMBER = re.compile(rb"^(vllm:[a-z_]+|process_start_time_seconds)(\{[^}]*\})? ([0-9.eE+-]+|NaN)\s*$", re.MULTILINE)
+_NUMBER = re.compile(
+    rb"^(vllm:[a-z_]+|kvferry_handoffs_[a-z]+_total|process_start_time_seconds)(\{[^}]*\})? ([0-9.eE+-]+|NaN)\s*$",
+    re.MULTILINE,
+)
 _LABEL = re.compile(rb'(num_gpu_blocks|block_size)="(\d{1,12})"')
 _MAX_METRICS_BYTES = 4 << 20
 
@@ -79,6 +82,7 @@ async def _ask_vllm(session: aiohttp.ClientSession, worker: Worker, timeout: aio
         incarnation=str(incarnation),
         load=Load(open_requests=int(running) + int(waiting)),
         limits=limits,
+        handoffs=Handoffs(int(numbers["landed"]), int(numbers["failed"])) if "failed" in numbers else None,
         room=Room(free_blocks=free, waiting=int(waiting)) if limits.blocks and limits.block_tokens else None,
     )
 
@@ -115,12 +119,14 @@ async def _get(session: aiohttp.ClientSession, url: str, timeout: aiohttp.Client
 
 
 def metrics_of_vllm(text: bytes) -> dict[str, float | str]:
-    """Returns those that are present of `usage` (0 to 1), `running`, `waiting`, `num_gpu_blocks`, `block_size` and
-    `started`."""
+    """Returns those that are present of `usage` (0 to 1), `running`, `waiting`, `num_gpu_blocks`, `block_size`,
+    `landed`, `failed` and `started`."""
     names = {
         b"vllm:kv_cache_usage_perc": "usage",
         b"vllm:num_requests_running": "running",
         b"vllm:num_requests_waiting": "waiting",
+        b"kvferry_handoffs_landed_total": "landed",
+        b"kvferry_handoffs_failed_total": "failed",
     }
     numbers: dict[str, float | str] = {}
     for name, labels, value in _NUMBER.findall(text):

@@ -139,6 +139,11 @@ class Worker:
             return self.info.mode
         return self.learned.mode if self.learned is not None else None
 
+    @property
+    def shares_handoffs(self) -> bool:
+        """True if one hand-off serves all choices of a request there. Not with vLLM's own connectors."""
+        return self.info is not None and (self.info.kind != "vllm" or self.info.handoffs is not None)
+
     def learn(self, learned: Learned) -> None:
         """Takes over what the worker's returned parameters say about it."""
         self.learned = learned

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _HOST_IS_SILENT = frozenset({errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT})
 """Errors that mean that the host does not answer at all. Other errors, such as a refused connection or an unknown name,
 are an answer."""
+_NO_ANSWER = "answered its health checks"
+_NO_CONNECTION = "accepted a connection"
 
 
 def check_url(url: str) -> None:
@@ -74,6 +76,8 @@ class Fleet:
         self._decode_left_s = -math.inf
         """When a usable decode worker last left the fleet, as a registered one does before it restarts (monotonic)."""
         self.on_up: list[Callable[[Worker], None]] = []
+        self.on_handoffs: list[Callable[[Worker, int, int], None]] = []
+        """Called with the number of hand-offs that have landed and failed on a worker whose answers do not say it."""
         """Callbacks for a worker that is up: for the first time, again, or as a new process. They must not block."""
         self.on_gone: list[Callable[[Worker], None]] = []
         """Callbacks for a worker that leaves the fleet. They must not block."""
@@ -155,7 +159,7 @@ class Fleet:
         timeout = aiohttp.ClientTimeout(
             total=self._settings.health_timeout_s, sock_connect=self._settings.connect_timeout_s
         )
-        silent, asked_s = False, time.monotonic()
+        silence, asked_s = "", time.monotonic()
         try:
             info = await ask_what_it_is(session, worker, timeout)
             if self._wants_blocks and info.cache is not None and info.cache.version != worker.cached.version:
@@ -165,14 +169,14 @@ class Fleet:
         except NotAWorker as error:
             self.mark_down(worker, str(error))
         except TimeoutError:
-            silent = True
+            silence = _NO_ANSWER
             self.mark_down(worker, f"no answer to GET /v1/kvferry in {self._settings.health_timeout_s:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            silent = isinstance(error, OSError) and error.errno in _HOST_IS_SILENT
+            silence = _silence_of(worker, error)
             self.mark_down(worker, reason_of(error))
         except (ValueError, OverflowError, RecursionError) as error:  # whatever it sends, it will be asked again
             self.mark_down(worker, f"its answer cannot be read: {reason_of(error)}")
-        self._note_silence(worker, silent)
+        self._note_silence(worker, silence)
         self.notify()
 
     async def _ask_blocks(
@@ -185,15 +189,15 @@ class Fleet:
                 return Cached(info.cache.version)
         return Cached(info.cache.version, frozenset(unpack_hashes(body)))
 
-    def _note_silence(self, worker: Worker, silent: bool) -> None:
-        """Notes the end of a health check; `silent` means that there was no answer at all."""
+    def _note_silence(self, worker: Worker, silence: str) -> None:
+        """Notes the end of a health check; `silence` is what the worker has not done, or empty if it has answered."""
         now_s = asyncio.get_running_loop().time()
-        if not silent:
+        if not silence:
             worker.silent_since_s = None
         elif worker.silent_since_s is None:
             worker.silent_since_s = now_s
         elif (limit_s := self._settings.hung_after_s) and (for_s := now_s - worker.silent_since_s) >= limit_s:
-            reason = f"has not answered its health checks for {for_s:.3g} s"
+            reason = f"has not {silence} for {for_s:.3g} s"
             if num_ended := worker.end_waits(now_s - limit_s, reason):
                 logger.warning(
                     "worker hangs peer=%s url=%s ended=%d cause=%s", worker.name, worker.url, num_ended, reason
@@ -212,6 +216,8 @@ class Fleet:
             worker.breaker.succeeded()
         if known is not None and info.kind == "vllm" and worker.learned is not None:
             info = msgspec.structs.replace(info, engine=worker.learned.engine or info.engine)
+        if known is not None and not restarted:
+            self._note_handoffs(worker, known, info)
         was_usable = worker.unusable_reason is None
         worker.info, worker.down = info, None
         if was_usable and worker.unusable_reason is not None:
@@ -220,6 +226,14 @@ class Fleet:
             worker.up_s = time.monotonic()
             for callback in self.on_up:
                 callback(worker)
+
+    def _note_handoffs(self, worker: Worker, before: WorkerInfo, now: WorkerInfo) -> None:
+        if before.handoffs is None or now.handoffs is None or before.handoffs == now.handoffs:
+            return
+        landed = max(0, now.handoffs.landed - before.handoffs.landed)
+        failed = max(0, now.handoffs.failed - before.handoffs.failed)
+        for callback in self.on_handoffs:
+            callback(worker, landed, failed)
 
     def mark_down(self, worker: Worker, reason: str) -> None:
         """Marks a worker as down: it is not used until it answers again."""
@@ -322,6 +336,19 @@ class Fleet:
             for worker in self.prefill
         ]
         return "; ".join(reasons)
+
+
+def _silence_of(worker: Worker, error: Exception) -> str:
+    """Returns what a worker has not done if streams must not wait for it after this error, else an empty string.
+
+    A process that has died ends its streams itself, and one that refuses connections may be finishing its answers. Not
+    a vLLM server: it closes its socket after its engine has ended, and leaves open streams silent.
+    """
+    code = error.errno if isinstance(error, OSError) else None
+    if code in _HOST_IS_SILENT:
+        return _NO_ANSWER
+    is_vllm = worker.info is not None and worker.info.kind == "vllm"
+    return _NO_CONNECTION if code == errno.ECONNREFUSED and is_vllm else ""
 
 
 def reason_of(error: BaseException) -> str:

@@ -33,6 +33,11 @@ class DecodeOnlyAlarm:
         self.last_reason = reason or self.last_reason
         self._forget(now_s)
 
+    def note_many(self, now_s: float, num_requests: int, reason: str | None) -> None:
+        """Counts requests that ended alike."""
+        for _ in range(min(num_requests, _MAX_NOTES)):
+            self.note(now_s, reason)
+
     def share(self, now_s: float) -> float:
         """Returns the share of the window's requests that were not handed over; 0 if there were no requests."""
         self._forget(now_s)

@@ -80,6 +80,7 @@ class FleetView:
             "open": pair.open,
             "landed": pair.landed,
             "failed": pair.failed,
+            "unknown": pair.unknown,
             "handed_over_tokens": pair.handed_over_tokens,
             "last_why": pair.last_reason,
         }

@@ -41,7 +41,11 @@ class RouterMetrics:
         self._handoff = seconds("handoff", "Time from prefill's answer to decode's first byte")
         self._first_byte = seconds("first_byte", "Time from a request's arrival to the first byte to the client")
         self._pairs = counter(
-            "pair_handoffs", "Hand-offs of a pair that landed or failed", "prefill", "decode", "outcome"
+            "pair_handoffs",
+            "Hand-offs of a pair: landed, failed, or unknown (decode does not say, as a vLLM server)",
+            "prefill",
+            "decode",
+            "outcome",
         )
         self._pair_tokens = counter("pair_tokens", "Prompt tokens that a pair handed over", "prefill", "decode")
         self._up = gauge("worker_up", "1 if the worker is used for new requests", "worker", "role")
@@ -87,9 +91,9 @@ class RouterMetrics:
             if value.isascii() and value.isdigit() and len(value) < 10:
                 self._child(self._tokens, source).inc(int(value))
 
-    def on_pair(self, prefill: str, decode: str, *, landed: bool, headers: Mapping[str, str]) -> None:
-        """Counts a hand-off of a pair that has landed or failed."""
-        self._child(self._pairs, prefill, decode, "landed" if landed else "failed").inc()
+    def on_pair(self, prefill: str, decode: str, *, outcome: str, headers: Mapping[str, str]) -> None:
+        """Counts a hand-off of a pair; `outcome` is landed, failed or unknown."""
+        self._child(self._pairs, prefill, decode, outcome).inc()
         value = headers.get(_SOURCES["handed_over"], "")
         if value.isascii() and value.isdigit() and len(value) < 10:
             self._child(self._pair_tokens, prefill, decode).inc(int(value))

@@ -253,5 +253,19 @@ async def test_request_id_is_taken_and_echoed(url: str) -> None:
             assert (await response.json())["id"] == "cmpl-mine"
         async with session.post(f"{url}/v1/completions", data=b"{", headers={"X-Request-Id": "bad"}) as response:
             assert response.headers["X-Request-Id"] == "bad"
-        async with session.get(f"{url}/v1/models", headers={"X-Request-Id": "x" * 500}) as response:
+        routers = "x" * 500  # vllm-router names both workers in its ids, with their host names
+        async with session.get(f"{url}/v1/models", headers={"X-Request-Id": routers}) as response:
+            assert response.headers["X-Request-Id"] == routers
+        async with session.get(f"{url}/v1/models", headers={"X-Request-Id": "x" * 600}) as response:
             assert 0 < len(response.headers["X-Request-Id"]) < 100
+
+
+async def test_prefill_computes_the_prompt_once_for_all_choices(url: str) -> None:
+    """Routers for stock vLLM send the client's `n` to prefill, too. Decode makes the choices."""
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": "Hello", "max_tokens": 1, "n": 3, "kv_transfer_params": {"do_remote_decode": True}}
+        async with session.post(f"{url}/v1/completions", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200
+            assert len(answer["choices"]) == 1
+            assert answer["kv_transfer_params"]["do_remote_prefill"] is True

@@ -51,10 +51,10 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ),
     (
         "completions",
-        {**TEXT, "n": 2, "kv_transfer_params": {"do_remote_decode": True}},
+        {**TEXT, "kv_transfer_params": {"transfer_id": "t" * 161}},
         400,
         "kv_transfer_params",
-        "n=1 to prefill",
+        "at `$.transfer_id`",
     ),
     (
         "completions",

@@ -40,7 +40,7 @@ def test_garbage_is_a_request_error_with_its_place(raw: Any) -> None:
 def test_push_with_decode_first_is_matched_by_prefills_request_id() -> None:  # R17
     prefill = read({"do_remote_decode": True}, TransferMode.PUSH, request_id="cmpl-abc-0-89abcdef")
     raw = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_request_id": "cmpl-abc-0"}
-    assert prefill.transfer_id == read(raw, TransferMode.PUSH).transfer_id == "p0/cmpl-abc-0"
+    assert prefill.transfer_id == read(raw, TransferMode.PUSH).transfer_id == "p0/abc/0"
 
 
 def test_push_after_prefill_has_the_id_that_prefill_returned() -> None:

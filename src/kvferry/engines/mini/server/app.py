@@ -21,6 +21,7 @@ from aiohttp import web
 from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
 from kvferry.engines.mini.server.generate import Generation, Job
+from kvferry.engines.mini.server.handoff_request import read_handoff
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
@@ -34,7 +35,6 @@ from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, req
 from kvferry.web.json_body import decode_body
 from kvferry.web.origin import no_page
 from kvferry.web.stages import TRACE_PATH
-from kvferry.wire.params import HandoffParams
 
 __all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
 
@@ -212,15 +212,22 @@ class WorkerServer:
         echo: bool = False,
     ) -> Job:
         self._check(body, prompts, max_tokens, num_logprobs)
-        handoff = None if body.kv_transfer_params is None else HandoffParams.from_dict(body.kv_transfer_params)
+        handoff = read_handoff(
+            body.kv_transfer_params,
+            request_id=request_id_of(request),
+            engine=self._engine_id,
+            mode=self._description.get("mode"),
+        )
         num_choices = 1 if body.n is None else body.n
-        if handoff is not None and (len(prompts) > 1 or (handoff.do_remote_decode and num_choices > 1)):
+        if handoff is not None and len(prompts) > 1:
             raise ApiError(
                 400,
-                f"kv_transfer_params with {len(prompts)} prompts and n={num_choices}: one hand-off carries one prompt; "
-                "send one request per prompt, and n=1 to prefill",
+                f"kv_transfer_params with {len(prompts)} prompts: one hand-off carries one prompt; "
+                "send one request per prompt",
                 param="kv_transfer_params",
             )
+        if handoff is not None and handoff.do_remote_decode:
+            num_choices = 1  # decode makes the choices; prefill computes their prompt
         return Job(
             request_id=request_id_of(request),
             model=self._settings.model_name,

@@ -83,8 +83,8 @@ class VllmEngine:
         same. A worker's report or a request ends the sleep at once; it is short in any case, for whatever else there
         may be.
         """
-        wake, waiting = self._wake, self.scheduler.num_receiving
-        if wake is None or not waiting or wake.ending or self._hub.has_reports or self._unreported:
+        wake, waiting = self._wake, self.scheduler.num_waiting
+        if wake is None or not self.scheduler.num_receiving or wake.ending or self._hub.has_reports or self._unreported:
             return
         if wake.is_all(waiting):
             wake.sleep(_REST_S)

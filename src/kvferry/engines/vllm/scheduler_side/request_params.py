@@ -1,9 +1,10 @@
 """A vLLM request as the scheduler half sees it, and its `kv_transfer_params` as a record.
 
 Routers that were made for vLLM's own connectors need no change: the parameters that they pass on are understood, and if
-they name no transfer id (push with decode first), both sides derive the same one from prefill's engine and request id.
+they name no transfer id (push with decode first), both sides derive the same one (wire.push_ids).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,11 @@ from kvferry.errors import RequestError
 from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.push_ids import ClientRequest, push_transfer_id
 
-__all__ = ["VllmRequest", "handoff_params"]
+__all__ = ["VllmRequest", "handoff_params", "parent_of"]
 
-_SUFFIX_CHARS = 9
-"""The length of the suffix that vLLM appends to a request id: `-` and 8 random characters."""
+_CHOICE = re.compile(r"\d+_(?P<parent>(?:chatcmpl|cmpl)-.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +49,13 @@ def handoff_params(raw: Any, *, engine_id: str, request_id: str, mode: TransferM
     if fields.get("transfer_mode") is None:
         fields.pop("transfer_mode", None)
     params = HandoffParams.from_dict(fields)
-    if params.transfer_id is None and mode is TransferMode.PUSH:
-        transfer = _push_transfer(params, engine_id, request_id)
+    if mode is TransferMode.PUSH:
+        transfer = push_transfer_id(params, engine_id, ClientRequest.of_vllm(request_id))
         params = msgspec.structs.replace(params, transfer_id=transfer)
     return params
 
 
-def _push_transfer(params: HandoffParams, engine_id: str, request_id: str) -> str | None:
-    if params.do_remote_decode:
-        return f"{engine_id}/{request_id[:-_SUFFIX_CHARS] if _has_suffix(request_id) else request_id}"
-    if params.remote_engine_id is not None and params.remote_request_id is not None:
-        remote = params.remote_request_id
-        return f"{params.remote_engine_id}/{remote[:-_SUFFIX_CHARS] if _has_suffix(remote) else remote}"
-    return None
-
-
-def _has_suffix(request_id: str) -> bool:
-    """Whether an id ends as vLLM's internal ids do. A client's id that happens to look so is cut alike on both
-    sides.
-    """
-    tail = request_id[-_SUFFIX_CHARS:]
-    return len(tail) == _SUFFIX_CHARS and tail[0] == "-" and all(c in "0123456789abcdef" for c in tail[1:])
+def parent_of(request_id: str) -> str | None:
+    """Returns the id that the choices of one prompt share, if this is one of several choices (`n` above 1)."""
+    found = _CHOICE.fullmatch(request_id)
+    return None if found is None else found["parent"]

@@ -6,7 +6,9 @@ The states of a request here, in addition to those of connector.scheduler:
             the references keep the blocks until `released` (vLLM would step all the time for a request that it holds)
   decode    matched -> allocated (WAITING_FOR_REMOTE_KVS) -> landed: finished_recving
             -> failed, policy recompute: its blocks are detached from it until `released`, and it starts again
-            -> failed, policy fail: FAILING, the workers report it as failed, and vLLM ends it with an error
+            -> failed, policy fail: FAILING, the workers report it as failed, and vLLM ends it with an error; if vLLM
+            brings it back (its own policy is to recompute: under MultiConnector each child has a policy), it is an
+            ordinary request from then on. A request is reported as failed once, so no policy can make it loop.
 Every end is reported to vLLM through the KVConnectorOutput of the step in which it becomes known.
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 from kvferry.connector.base import Failed, Landed, StepOrders, StepReport
 from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.engines.vllm.describe.block_tables import GroupForm, tables_of
+from kvferry.engines.vllm.scheduler_side.choices import Choices
 from kvferry.engines.vllm.scheduler_side.prefix_hits import take_prefix_hits
 from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params
 from kvferry.errors import RequestError
@@ -65,6 +68,11 @@ class _Tracked:
     """Decode: the token at which the hand-off ends, by the last match."""
     offered: int = 0
     """Prefill: the number of tokens that were offered."""
+    ordinary: bool = False
+    """Decode: no hand-off is tried for it any more."""
+    failure_counted: bool = False
+    settled: bool = False
+    """Decode: its KV is here, or nothing will come; other choices of its prompt need not wait for it."""
     referenced_blocks: list[Any] = field(default_factory=list)
     """Prefill: the blocks to which this connector holds a reference."""
 
@@ -97,11 +105,17 @@ class VllmScheduler:
         self._group_ids = tuple(group_ids)
         self._manager: Any = None
         self._tracked: dict[str, _Tracked] = {}
+        self._choices = Choices()
+        self._standing_back: set[str] = set()
+        """Decode: choices that wait until their prompt's KV has come for another one."""
         self._held: dict[TransferId, str] = {}
         self._detached_blocks: dict[TransferId, list[Any]] = {}
         """Blocks that were taken from their request before the peer was done with them."""
         self._failing: set[str] = set()
         self._failures_to_report: set[str] = set()
+        self._reported_failing: set[str] = set()
+        """Requests of `_failing` that were reported to vLLM, or are about to be."""
+        self._num_unstarted_failures = 0
 
     def bind(self, manager: Any) -> None:
         """Receives vLLM's KVCacheManager."""
@@ -125,6 +139,8 @@ class VllmScheduler:
             return
         if params.do_remote_decode:
             self._truncate(request)
+        if self._choices.arrived(request_id) is not None:
+            return  # another choice of the prompt carries the hand-off
         tokens = request.num_prompt_tokens
         if params.do_remote_prefill and tokens > self._backoff:
             tokens -= self._backoff
@@ -135,7 +151,10 @@ class VllmScheduler:
     def _refuse(self, request: Any, reason: str) -> None:
         """No KV can come for this request: by policy it fails, or is served as an ordinary request."""
         raw = request.kv_transfer_params
-        if self._policy is FailurePolicy.FAIL and isinstance(raw, dict) and raw.get("do_remote_prefill"):
+        if not isinstance(raw, dict) or not raw.get("do_remote_prefill"):
+            return
+        self._num_unstarted_failures += 1
+        if self._policy is FailurePolicy.FAIL:
             self._fail_request(str(request.request_id), reason)
 
     def _truncate(self, request: Any) -> None:
@@ -158,27 +177,62 @@ class VllmScheduler:
         step.
         """
         request_id = str(request.request_id)
+        if request_id in self._reported_failing:
+            self._recover(request_id, "vLLM's own kv_load_failure_policy is to recompute")
         if request_id in self._failing:
             return request.num_tokens - num_computed_tokens, True
         tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return 0, False
+        if tracked is None or tracked.ordinary:
+            return (None, False) if self._stands_back(request) else (0, False)
         match = self._half.match(tracked.view, num_computed_tokens)
         if match.wait:
             return None, False
+        tracked.settled = match.num_tokens == 0
         tracked.cached, tracked.end = num_computed_tokens, num_computed_tokens + match.num_tokens
+        if match.error or match.reason:
+            self._count_failure(tracked)
         if match.error:
             self._fail_request(request_id, match.error)
             return request.num_tokens - num_computed_tokens, True
         if match.reason:
+            tracked.ordinary = True
             logger.info("prompt is computed here request=%s cause=%s", request_id, match.reason)
         return match.num_tokens, match.num_tokens > 0
+
+    def _count_failure(self, tracked: _Tracked) -> None:
+        """Counts a hand-off that has failed before it had blocks."""
+        self._num_unstarted_failures += not tracked.failure_counted
+        tracked.failure_counted = True
+
+    def take_num_unstarted_failures(self) -> int:
+        """Returns how many hand-offs have failed before they had blocks, since the last call."""
+        number, self._num_unstarted_failures = self._num_unstarted_failures, 0
+        return number
+
+    def _recover(self, request_id: str, reason: str) -> None:
+        """A request that was to fail goes on as an ordinary one."""
+        self._failing.discard(request_id)
+        self._reported_failing.discard(request_id)
+        if (tracked := self._tracked.get(request_id)) is not None:
+            tracked.ordinary = True
+        logger.info("prompt is computed here request=%s cause=%s", request_id, reason)
+
+    def _stands_back(self, request: Any) -> bool:
+        """Whether a request waits because its prompt's KV is about to come for another choice, and can be shared."""
+        request_id = str(request.request_id)
+        carrier = self._tracked.get(self._choices.carrier_of(request_id) or "")
+        waits = carrier is not None and not carrier.settled and self._manager.prefix_cache_lookup_enabled(request)
+        (self._standing_back.add if waits else self._standing_back.discard)(request_id)
+        return waits
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Starts the hand-off into the blocks that were just allocated, if any token is to come."""
         request_id = str(request.request_id)
         if request_id in self._failing:
-            self._failures_to_report.add(request_id)
+            if num_external_tokens:
+                self._report_failing(request_id)
+            else:  # a child of MultiConnector that was not chosen: another one brings the prompt's KV
+                self._recover(request_id, "another connector has its KV")
             return
         tracked = self._tracked.get(request_id)
         if tracked is None or tracked.view.handoff is None or not tracked.view.handoff.do_remote_prefill:
@@ -186,7 +240,7 @@ class VllmScheduler:
         if tracked.cached is None:
             # vLLM did not wait for the match (it computes prompt logprobs itself), so nothing is to come.
             self._half.request_finished(tracked.view, (), 0, first_token=None, aborted=True)
-            tracked.view = tracked.view.without_handoff()
+            tracked.view, tracked.settled = tracked.view.without_handoff(), True
             return
         cached = tracked.cached if num_external_tokens else tracked.view.num_prompt_tokens
         tables = self._tables(blocks.get_block_ids(), tracked.end)
@@ -282,9 +336,11 @@ class VllmScheduler:
         """
         request_id = str(request.request_id)
         self._failing.discard(request_id)
+        self._reported_failing.discard(request_id)
+        self._standing_back.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
-            return False, None
+            return False, self._choices.returned_for(request_id) if well else None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = self._tables(block_ids, num_tokens) if any(block_ids) else ()
         aborted = not well or not num_tokens
@@ -295,7 +351,9 @@ class VllmScheduler:
         if transfer is not None and handoff is not None and handoff.do_remote_decode:
             self._reference(tracked, range(len(self._manager.get_blocks(request_id).blocks)))
             self._drop_references(tracked, transfer)
-            return False, _client_params(params)
+            returned = _client_params(params)
+            self._choices.carrier_returned(request_id, returned)
+            return False, returned
         self._drop_references(tracked, None)
         if transfer is None:
             return False, None
@@ -311,6 +369,7 @@ class VllmScheduler:
         sent: set[str] = set()
         for landed in outcome.landed:
             received.add(landed.request)
+            self._settle(landed.request)
             logger.debug(
                 "hand-off landed request=%s transfer=%s tokens=%d bytes=%d runs=%d ms=%.1f",
                 landed.request,
@@ -327,7 +386,7 @@ class VllmScheduler:
         for failed in outcome.fatal:
             if self._take_blocks(failed):
                 self._fail_request(failed.request, failed.reason)
-                self._failures_to_report.add(failed.request)
+                self._report_failing(failed.request)
         for transfer in outcome.released:
             request_id = self._held.pop(transfer, None)
             if request_id is not None:
@@ -335,11 +394,17 @@ class VllmScheduler:
             self._free(self._detached_blocks.pop(transfer, []))
         return Ended(frozenset(received), frozenset(sent), outcome.landed, (*outcome.failed, *outcome.fatal))
 
+    def _settle(self, request_id: str) -> None:
+        if (tracked := self._tracked.get(request_id)) is not None:
+            tracked.settled = True
+
     def _take_blocks(self, failed: Failed) -> bool:
         """R28: a peer may still write into them, so they must not be freed with the request."""
+        self._settle(failed.request)
         tracked = self._tracked.get(failed.request)
         if tracked is None:
             return False
+        tracked.failure_counted = True
         logger.warning(
             "hand-off failed request=%s transfer=%s policy=%s cause=%s",
             failed.request,
@@ -355,6 +420,10 @@ class VllmScheduler:
             logger.warning("request fails, by kv_load_failure_policy request=%s cause=%s", request_id, reason)
         self._failing.add(request_id)
 
+    def _report_failing(self, request_id: str) -> None:
+        self._failures_to_report.add(request_id)
+        self._reported_failing.add(request_id)
+
     def _free(self, blocks: list[Any]) -> None:
         if blocks:
             self._manager.block_pool.free_blocks(reversed(blocks))
@@ -368,6 +437,11 @@ class VllmScheduler:
     def num_receiving(self) -> int:
         """The number of requests that wait for their KV."""
         return self._half.num_receiving
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait for KV: their own, or that of another choice of their prompt."""
+        return self.num_receiving + len(self._standing_back)
 
     def has_pending_work(self) -> bool:
         """Whether a hand-off is open, or blocks are still to come back."""

@@ -179,7 +179,7 @@ function showMatrix(now) {
   if (table.dataset.shape !== shape) buildMatrix(table, prefill, decode, shape);
   $("no-fleet").hidden = Boolean(now.workers.length);
   setText($("no-fleet"), "No worker is known yet: give --prefill and --decode, a fleet file, or let workers register.");
-  const most = Math.max(1, ...now.pairs.map((pair) => pair.landed));
+  const most = Math.max(1, ...now.pairs.map((pair) => pair.landed + pair.unknown));
   for (const worker of now.workers) updateWorker(table, worker);
   const byUrl = new Map(now.workers.map((worker) => [worker.wanted + worker.url, worker]));
   for (const pair of now.pairs) {
@@ -232,11 +232,11 @@ function updateCell(cell, pair, prefill, decode, most) {
   const [word, main, small, share] = cell.children;
   setData(cell, "fit", fit);
   if (cell.dataset.word !== fit) { cell.dataset.word = fit; word.replaceChildren(icon, make("span", { class: "word", text: " " + FIT_WORDS[fit] })); }
-  const rate = pair.bytes_per_s ? bandwidth(pair, decode) : pair.landed ? count(pair.landed) + " handed over" : fit === "yes" ? "no traffic yet" : "";
+  const rate = pair.bytes_per_s ? bandwidth(pair, decode) : pair.landed ? count(pair.landed) + " handed over" : pair.unknown ? count(pair.unknown) + " requested" : fit === "yes" ? "no traffic yet" : "";
   setText(main, fit === "no" || fit === "down" ? "" : rate);
-  const counts = `${count(pair.landed)} landed · ${count(pair.failed)} failed` + (pair.open ? ` · ${count(pair.open)} in flight` : "");
+  const counts = `${count(pair.landed)} landed · ${count(pair.failed)} failed` + (pair.unknown ? ` · ${count(pair.unknown)} unknown` : "") + (pair.open ? ` · ${count(pair.open)} in flight` : "");
   setText(small, why || counts);
-  share.style.width = fit === "yes" ? (100 * pair.landed) / most + "%" : "0";
+  share.style.width = fit === "yes" ? (100 * (pair.landed + pair.unknown)) / most + "%" : "0";
   cell.title = why;
   cell.setAttribute("aria-label", `${pair.prefill} to ${pair.decode}: ${FIT_WORDS[fit]}. ${why} ${rate}, ${counts}`);
 }
@@ -307,7 +307,7 @@ function pairDetail() {
   const [fit, icon, why] = fitOf(pair, worker("prefill", pair.prefill_url), decode);
   return [
     make("h3", { text: `${icon} ${pair.prefill} → ${pair.decode}: ${FIT_WORDS[fit]}` }),
-    facts([["landed", count(pair.landed)], ["failed", count(pair.failed)], ["in flight", count(pair.open)], ["tokens handed over", count(pair.handed_over_tokens)],
+    facts([["landed", count(pair.landed)], ["failed", count(pair.failed)], ["unknown", count(pair.unknown)], ["in flight", count(pair.open)], ["tokens handed over", count(pair.handed_over_tokens)],
       ["bytes", bytes(pair.bytes)], [decode.mode === "push" ? "bandwidth, prefill's time included" : "bandwidth", pair.bytes_per_s ? bandwidth(pair, decode) : "–"], ["breaker", pair.breaker]]),
     ...(why && !(pair.why_not && differences(pair).length) ? [make("pre", { text: why })] : []),
     ...differences(pair),
