@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.repository import SRC
+from tests.harness.repository import ROOT, SRC
 
 FILES = sorted(SRC.rglob("*.py"))
+TESTS = sorted(path for folder in ("tests", "benchmarks/tests") for path in (ROOT / folder).rglob("*.py"))
 
 
 def _package(path: Path) -> str:
@@ -31,13 +32,54 @@ def test_asserts_say_which_promise_broke(path: Path) -> None:
             assert node.msg is not None, f"{path}:{node.lineno}: assert without a message"
 
 
-@pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].rglob("*.py")), ids=lambda p: p.name)
+SLEEPS = {
+    "tests/harness/until.py": "it is the one place that waits between two polls",
+    "tests/harness/traced_worker.py": "the stages of two workers overlap, and only real time passes for both at once",
+    "tests/harness/vllm_peer.py": "it makes sched_yield sleep, in the processes of vLLM",
+    "tests/harness/vllm_servers.py": "it polls servers of vLLM for minutes, and reports progress",
+    "tests/e2e/test_chaos.py": "real processes are suspended for this long",
+    "tests/e2e/test_router.py": "it compares real times, and lets the last request's threads come to rest",
+    "tests/e2e/under_load.py": "it kills real processes at intervals that its flags set",
+}
+"""The files that may sleep, with the reason. Everything else waits for a condition, or moves a clock of its own."""
+
+
+def _sleeps(source: str) -> list[int]:
+    """Returns the lines that sleep: time.sleep and asyncio.sleep, and waits for an Event that is never set."""
+    tree = ast.parse(source)
+    events, found = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and "Event()" in ast.unparse(node.value):
+            names = [name for target in node.targets for name in ast.walk(target)]
+            events |= {name.id for name in names if isinstance(name, ast.Name)}
+            events |= {name.attr for name in names if isinstance(name, ast.Attribute)}
+    used = {name for name in events if f"{name}.set" not in source and source.count(name) > 1}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
+            continue
+        owner, argument = ast.unparse(node.func.value), ast.unparse(node.args[0])
+        pauses = owner.endswith("Event()") or owner.rpartition(".")[2] in used
+        sleeps = owner in ("time", "asyncio") and argument != "0"
+        if {"sleep": sleeps, "wait": pauses}.get(node.func.attr, False):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tests_never_sleep(path: Path) -> None:
-    if path.name in {"vllm_peer.py", "vllm_servers.py"}:
-        return  # they run vLLM servers for benchmarks: a poll of a foreign process, and a patch of its spinning
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr == "sleep" and isinstance(node.value, ast.Name):
-            assert node.value.id != "time", f"{path}:{node.lineno}: poll a condition with a deadline instead"
+    found = _sleeps(path.read_text())
+    if str(path.relative_to(ROOT)) in SLEEPS:
+        assert found, "it does not sleep any more: take it out of SLEEPS"
+    else:
+        assert found == [], f"{path}: wait for a condition (tests/harness/until.py), or move a clock"
+
+
+def test_sleeps_are_found() -> None:
+    source = (
+        "time.sleep(1)\nawait asyncio.sleep(n)\nawait asyncio.sleep(0)\nEvent().wait(2)\n"
+        "pause, set_ = Event(), Event()\npause.wait(1)\nset_.wait(1)\nset_.set()\n"
+    )
+    assert sorted(_sleeps(source)) == [1, 2, 4, 6]
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -1,7 +1,6 @@
 """One process of the P/D matrix: it runs several engines, the whole of each or the part that plans for its rank
 processes, and does what matrix.py says over a pipe."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
+from tests.harness.until import let_threads_run
 
 __all__ = ["Answered", "Ask", "Close", "Forget", "Open", "Opened", "host"]
 
@@ -88,7 +88,6 @@ def host(pipe: Connection) -> None:
     torch.set_num_threads(1)
     workers: dict[str, Worker] = {}
     asked: dict[str, _Asked] = {}
-    pause = threading.Event()
     launcher = Launcher()  # shared by all ranks of all engines, so torch is loaded once
     try:
         while True:
@@ -109,7 +108,7 @@ def host(pipe: Connection) -> None:
                     pipe.send(reply)
             elif busy:
                 _step(workers, asked, pipe.send)
-                pause.wait(0.0003)
+                let_threads_run()
     finally:
         for worker in workers.values():
             worker.close()
@@ -136,14 +135,14 @@ def _do(order: Any, workers: dict[str, Worker], asked: dict[str, _Asked], step: 
             )
         )
         return None
-    worker, pause = workers[order.key], threading.Event()
+    worker = workers[order.key]
     if isinstance(order, Close):
         del workers[order.key]
         worker.close()
         return order.key
     while worker.engine.has_work() or worker.engine.stats().held_blocks:
         step()
-        pause.wait(0.0003)
+        let_threads_run()
     worker.engine.check()
     blocks = worker.engine.blocks
     assert blocks.num_free == blocks.num_usable, f"{order.key}: {blocks.num_usable - blocks.num_free} blocks are lost"

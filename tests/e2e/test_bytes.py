@@ -2,7 +2,6 @@
 
 import multiprocessing
 import random
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings
 from kvferry.wire.params import HandoffParams
 from tests.harness.byte_worker import Computed, Identity, serve_bytes, tokens_in
 from tests.harness.tiny_model import make_tiny_model
-from tests.harness.until import until
+from tests.harness.until import let_threads_run, until
 
 pytestmark = [pytest.mark.process, pytest.mark.engine]
 
@@ -35,7 +34,6 @@ class Pair:
         self.decode = decode
         self.pipe = pipe
         self.prefill = prefill
-        self._pause = threading.Event()
 
     def hand_over(self, name: str, prompt: list[int]) -> tuple[Computed, torch.Tensor, Output, int]:
         """One hand-off: prefill's KV; decode's KV after its own prefix hits; its first output; the number of hits."""
@@ -63,7 +61,7 @@ class Pair:
                 first = next((output for output in engine.step() if output.request_id == name), None)
             if computed is None and self.pipe.poll(0):
                 computed = self.pipe.recv()
-            self._pause.wait(0.0005)
+            let_threads_run()
         request = next(one for one in engine.scheduler.running if one.request_id == name)
         landed = tokens_in(self.decode, request.block_ids, request.num_cached, len(prompt))
         num_cached = request.num_cached

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from tests.harness.repository import ROOT
 from tests.harness.tiny_model import make_tiny_model
+from tests.harness.until import until
 from tests.harness.vllm_models import make_model
 
 EXAMPLES = ROOT / "examples"
@@ -85,16 +84,16 @@ def test_the_vllm_script_serves(tmp_path: Path) -> None:
     try:
         body = b'{"prompt": "once upon a time", "max_tokens": 4}'
         request = urllib.request.Request("http://127.0.0.1:8340/v1/completions", body)
-        pause, until_s = threading.Event(), time.monotonic() + 300
-        while True:
+
+        def answered() -> bool:
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
-                    assert answer.status == 200
-                break
+                    return bool(answer.status == 200)
             except OSError:
                 assert script.poll() is None, "the script has ended"
-                assert time.monotonic() < until_s, "not in time"
-                pause.wait(1.0)
+                return False
+
+        until(answered, "the router answers", within_s=300.0, every_s=1.0)
     finally:
         script.terminate()
         script.wait(60)

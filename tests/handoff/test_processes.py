@@ -5,7 +5,6 @@ No wrong byte is ever served; each hand-off ends once; every block is free withi
 
 import random
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import Role, TransferMode
 from tests.harness.remote_rank import DEADLINE_S, QUARANTINE_S, TTL_S, Remote
+from tests.harness.until import let_threads_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -105,10 +105,9 @@ def _one_moment(load: Load, rng: random.Random, victim: str, number: signal.Sign
     hurt.signal(number)
     if number is signal.SIGSTOP:
         still_s = time.monotonic() + rng.random() * 2 * (TTL_S + QUARANTINE_S)
-        pause = threading.Event()
         while time.monotonic() < still_s:
             load.collect(prefill=victim != "prefill", decode=victim != "decode")
-            pause.wait(0.01)
+            let_threads_run(0.01)
         hurt.signal(signal.SIGCONT)
         return
     hurt.kill()

@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.harness.until import until_async
+
 __all__ = ["Page", "a_page", "chromium_path"]
 
 _KEYS = {"Tab": 9, "Enter": 13, " ": 32, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39,
@@ -78,10 +80,7 @@ class Page:
 
     async def until(self, expression: str, timeout_s: float = 15.0) -> Any:
         """Waits until an expression is true, and returns its value."""
-        async with asyncio.timeout(timeout_s):
-            while not (value := await self.js(expression)):
-                await asyncio.sleep(0.05)
-        return value
+        return await until_async(lambda: self.js(expression), expression, within_s=timeout_s, every_s=0.05)
 
     async def press(self, key: str) -> None:
         """Presses a key as a user would."""

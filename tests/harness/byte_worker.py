@@ -1,6 +1,5 @@
 """A prefill worker in its own process that reports the content of its cache, for tests that compare bytes."""
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,6 +12,7 @@ from kvferry.engines.mini.ranks.executor import LocalExecutor
 from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.ids import RequestId
 from kvferry.wire.params import HandoffParams
+from tests.harness.until import let_threads_run
 
 __all__ = ["Computed", "Identity", "serve_bytes", "tokens_in"]
 
@@ -50,7 +50,6 @@ def serve_bytes(pipe: Connection, settings: WorkerSettings) -> None:
     """Runs in the child. Answers (name, prompt, transfer id) with Computed, `stats` with free blocks; None ends it."""
     torch.set_num_threads(1)
     worker = build_worker(settings)
-    pause = threading.Event()
     try:
         identity = worker.identity
         pipe.send(Identity(identity.engine, identity.incarnation, identity.host, identity.port))
@@ -65,7 +64,7 @@ def serve_bytes(pipe: Connection, settings: WorkerSettings) -> None:
                 pipe.send(_compute(worker, *order))
             elif worker.engine.has_work():
                 worker.engine.step()
-                pause.wait(0.0005)
+                let_threads_run()
     finally:
         worker.close()
         pipe.close()

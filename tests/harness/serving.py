@@ -3,7 +3,6 @@
 The pair is two whole workers: they shake hands over the side channel, and the configured transport moves the KV.
 """
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
 from kvferry.errors import PeerError
 from kvferry.settings import FerrySettings, LeaseSettings, Role, TransferMode, TransferSettings
 from kvferry.wire.params import HandoffParams
+from tests.harness.until import let_threads_run
 
 __all__ = ["Alone", "Pair", "Served", "Serving"]
 
@@ -126,7 +126,7 @@ class Pair(Serving):
             self.prefill.engine.add(replace(request, handoff=params, sampling=replace(request.sampling, max_tokens=1)))
             if self._mode is TransferMode.PUSH:
                 self.engine.add(replace(request, handoff=self._address(params)))
-        give_up_s, pause = time.monotonic() + GIVE_UP_S, threading.Event()
+        give_up_s = time.monotonic() + GIVE_UP_S
         while not all(one.ended for one in served.values()):
             for output in self.prefill.engine.step():
                 if output.finish_reason is not None and self._mode is TransferMode.PULL:
@@ -134,18 +134,18 @@ class Pair(Serving):
             for output in self.engine.step():
                 served[output.request_id].take(output)
             if not self.engine.scheduler.running and not self.prefill.engine.scheduler.running:
-                pause.wait(POLL_S)  # lets the transport's threads run
+                let_threads_run(POLL_S)
             if time.monotonic() > give_up_s:
                 raise PeerError(f"no answer in {GIVE_UP_S:g} s: {self.engine.stats()}")
-        self._settle(give_up_s, pause)
+        self._settle(give_up_s)
         return list(served.values())
 
-    def _settle(self, give_up_s: float, pause: threading.Event) -> None:
+    def _settle(self, give_up_s: float) -> None:
         """Steps until hand-offs have released all blocks."""
         while self.engine.has_work() or self.prefill.engine.has_work():
             self.prefill.engine.step()
             self.engine.step()
-            pause.wait(POLL_S)
+            let_threads_run(POLL_S)
             if time.monotonic() > give_up_s:
                 raise PeerError(f"hand-offs stay open: {self.prefill.engine.stats()}, {self.engine.stats()}")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["until", "until_async"]
+__all__ = ["let_threads_run", "until", "until_async"]
 
 
 def until(
@@ -20,18 +20,23 @@ def until(
 ) -> Any:
     """Polls until `condition` returns something true, and returns that. Fails with its last value after `within_s`.
 
-    `meanwhile` runs between two polls, instead of a pause: it is what makes things go on.
+    `meanwhile` runs between two polls, instead of a pause, and brings the condition about.
     """
-    pause, end_s = threading.Event(), time.monotonic() + within_s
+    end_s = time.monotonic() + within_s
     while True:
         if value := condition():
             return value
         if time.monotonic() >= end_s:
             raise AssertionError(f"not within {within_s:g} s: {what}; the last value was {value!r}")
         if meanwhile is None:
-            pause.wait(every_s)
+            let_threads_run(every_s)
         else:
             meanwhile()
+
+
+def let_threads_run(seconds: float = 0.0005) -> None:
+    """Gives other threads and processes a moment. For loops that step an engine or poll a process, and then check."""
+    threading.Event().wait(seconds)
 
 
 async def until_async(

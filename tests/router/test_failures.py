@@ -1,6 +1,5 @@
 """Workers that are down, fail, refuse, or come back: what the client gets, and that nothing is sent twice."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -164,9 +163,9 @@ async def test_nothing_is_sent_twice_after_bytes_went_to_the_client(mode: str) -
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         await response.write(STREAM[:34])
-        assert request.transport is not None
-        while request.transport.get_write_buffer_size():
-            await asyncio.sleep(0)
+        transport = request.transport
+        assert transport is not None
+        await until_async(lambda: not transport.get_write_buffer_size())
         return await cutting(request, asked)
 
     d0, d1 = a_decode("d0", breaking, mode=mode), a_decode("d1", breaking, mode=mode)

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvferry.router.settings import PolicyName, RouterSettings
+from tests.harness.moved_clock import MovedClock
 from tests.harness.scripted_worker import (
     FAST,
     Asked,
@@ -166,15 +167,17 @@ async def test_prefix_aware_choice_by_workers_reports(role: str) -> None:
     assert len(has.asked) - before == 6
 
 
-async def test_a_measured_threshold() -> None:
-    """Prefill takes 1 ms a 10 tokens; the hand-off costs some more: `auto` finds from where it pays."""
+async def test_a_measured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill takes 1 ms per 10 tokens; the hand-off costs some more: `auto` finds from where it pays."""
+
+    clock = MovedClock(monkeypatch)
 
     async def slow(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(len(asked.body["prompt"]) * 1e-4)
+        clock.advance(len(asked.body["prompt"]) * 1e-4)
         return await prefill_script(request, asked)
 
     async def landing(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await asyncio.sleep(0.01)
+        clock.advance(0.01)
         return await decode_script(request, asked)
 
     p, d = a_prefill(script=counted(slow)), a_decode(script=landing)

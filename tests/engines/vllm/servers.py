@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from kvferry.engines.mini.models.catalog import model_directory
 from kvferry.errors import FerryError
 from tests.engines.vllm.models import KINDS, make_kind
 from tests.harness.repository import ROOT
+from tests.harness.until import let_threads_run
 from tests.harness.vllm_client import Answer, ask, serve_pair
 from tests.harness.vllm_servers import VllmServer, VllmSpec, base_environment, free_port, kv_transfer_config
 from tests.harness.vllm_zygote import PATCH_VARIABLE, Zygote
@@ -78,11 +78,10 @@ def new_prompt(dice: random.Random, num_tokens: int) -> list[int]:
 def poll_until(condition: Callable[[], bool], timeout_s: float, every_s: float = 0.2) -> float:
     """Returns the seconds until `condition` held, or -1.0 if it never did."""
     begun_s = time.monotonic()
-    pause = threading.Event()
     while time.monotonic() - begun_s < timeout_s:
         if condition():
             return time.monotonic() - begun_s
-        pause.wait(every_s)
+        let_threads_run(every_s)
     return -1.0
 
 

@@ -161,14 +161,21 @@ async def test_another_decode_continues_from_it_with_the_same_hand_off(failing: 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("failing", [refusing(500), refusing(422)], ids=["500", "a client's error"])
 async def test_the_stream_reports_it_if_decode_fails_after_it(mode: str, failing: Script) -> None:
+    begun = asyncio.Event()
+
     async def later(request: web.Request, asked: Asked) -> web.StreamResponse:
-        await until_async(lambda: bool(p.asked))
-        await asyncio.sleep(0.1)  # prefill's answer overtakes it
+        await begun.wait()  # prefill's token has reached the client
         return await failing(request, asked)
 
     p, d = workers(prefilling(), later, mode)
-    async with fleet(p, d) as (url, _):
-        response, raw = await post(url, {**STREAM, "temperature": 0})
+    async with (
+        fleet(p, d) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", json={**STREAM, "temperature": 0}) as response,
+    ):
+        first = await response.content.readuntil(b"\n\n")
+        begun.set()
+        raw = first + await response.read()
     assert response.status == 200
     events = raw.decode().strip().split("\n\n")
     assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"] == "a"

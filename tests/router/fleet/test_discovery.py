@@ -99,7 +99,6 @@ async def test_a_router_that_cannot_read_its_file_leaves_nothing_open(caplog: py
         await router._on_startup(router.app)
     with pytest.raises(AssertionError, match="opens the session"):
         router._upstream.session  # noqa: B018
-    await asyncio.sleep(0)
 
 
 async def test_a_file_that_cannot_be_read_at_the_start_is_reported() -> None:

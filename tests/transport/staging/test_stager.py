@@ -19,6 +19,7 @@ from kvferry.transport.staging.packer import region_views
 from kvferry.transport.staging.stager import StagedDone, Stager
 from kvferry.transport.staging.staging_pool import StagingPool
 from tests.harness.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
+from tests.harness.until import let_threads_run
 
 LOCAL, REMOTE = PeerName("local"), PeerName("remote")
 WANTED = TokenRange(0, NUM_TOKENS)
@@ -46,7 +47,7 @@ class Rig:
     def wait_all(self, count: int) -> list[StagedDone]:
         """Runs until this many have ended."""
         ended: list[StagedDone] = []
-        end_s, pause = time.monotonic() + 20, threading.Event()
+        end_s = time.monotonic() + 20
         while True:
             for completion in self.near_transport.poll().completions:
                 assert self.stager.completed(completion)
@@ -55,7 +56,7 @@ class Rig:
                 assert len(ended) == count
                 return ended
             assert time.monotonic() < end_s
-            pause.wait(0.0005)
+            let_threads_run()
 
     def arrived(self) -> bool:
         return all(np.array_equal(got, want) for got, want in zip(self.into, self.want, strict=True))

@@ -4,7 +4,6 @@ The network checks what it reads from the cache (positions.py): missing KV, or K
 """
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from tests.engines.mini.conftest import ask, tokens_of
 from tests.harness.fake_connector import FakeConnector
 from tests.harness.hypothesis_profile import examples
 from tests.harness.positions import PositionRanks, answer, layers_of, position_engine, position_model
-from tests.harness.until import until
+from tests.harness.until import let_threads_run, until
 
 SHAPES: dict[str, dict[str, Any]] = {
     "full": {"full": 2},
@@ -140,7 +139,7 @@ class Pair:
             if self.mode is TransferMode.PUSH:
                 self._to_decode(name, tokens, max_tokens, self._address(name, **params))
         done: dict[str, list[Output]] = {name: [] for name in names}
-        deadline_s, pause = time.monotonic() + 20.0, threading.Event()
+        deadline_s = time.monotonic() + 20.0
         while True:
             for output in self.p.engine.step():
                 if output.finish_reason is not None and self.mode is TransferMode.PULL:
@@ -154,7 +153,7 @@ class Pair:
             if ended and not self.p.engine.has_work() and not self.d.engine.has_work():
                 break
             assert time.monotonic() < deadline_s, (self.p.engine.stats(), self.d.engine.stats())
-            pause.wait(0.0005)
+            let_threads_run()
         for side in (self.p, self.d):
             assert side.engine.blocks.num_free == side.engine.blocks.num_usable, "a block is still in use"
         for name, tokens in asked.items():
@@ -286,13 +285,13 @@ def test_a_hand_off_that_fails_is_computed_from_what_decode_can_use(make_pair: M
     pair.d.engine.add(ask("r", tokens, missing, max_tokens=4))
     done: list[Output] = []
     pair.p.ranks.drain()  # so that the unknown request is refused at once
-    deadline_s, pause = time.monotonic() + 20.0, threading.Event()
+    deadline_s = time.monotonic() + 20.0
     while not done or done[-1].finish_reason is None or pair.d.engine.has_work():
         done += [output for output in pair.d.engine.step() if output.request_id == "r"]
         pair.d.engine.check()
         pair.p.engine.step()
         assert time.monotonic() < deadline_s, pair.d.engine.stats()
-        pause.wait(0.0005)
+        let_threads_run()
     assert tokens_of(done) == answer(tokens, 4)
     account = account_of(done)
     assert account.handed_over == 0
@@ -443,7 +442,7 @@ def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[in
     new = {f"r{number}": tokens for number, (_, _, tokens, _) in enumerate(asked)}
     done: dict[str, list[Output]] = {name: [] for name in prompts}
     there: set[str] = set()
-    deadline_s, pause = time.monotonic() + 30.0, threading.Event()
+    deadline_s = time.monotonic() + 30.0
 
     def to_decode(name: str, handoff: HandoffParams | None) -> None:
         if name not in there:
@@ -474,7 +473,7 @@ def _traffic(pair: Pair, asked: list[tuple[int, int, int, int]], aborts: dict[in
         if idle and step > max(at for at in (*(at for *_, at in asked), *(at for _, at in aborts.values()))):
             break
         assert time.monotonic() < deadline_s, (pair.p.engine.stats(), pair.d.engine.stats())
-        pause.wait(0.0005)
+        let_threads_run()
     for engine in (pair.p.engine, pair.d.engine):
         assert engine.blocks.num_free == engine.blocks.num_usable, "a block is still in use"
     late = [why for why in pair.reasons if "has not ended" in why or "no such request came" in why]

@@ -1,6 +1,5 @@
 """The limits of a hand-off's counts: tails as short as the back-off, preemption on prefill."""
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.harness.serving import Alone, Pair
+from tests.harness.until import let_threads_run
 
 pytestmark = pytest.mark.engine
 Plain = Callable[..., list[list[int]]]
@@ -76,7 +76,7 @@ def test_truncation_is_kept_when_prefill_preempts(
 
     prefill.scheduler.schedule = preempt_once  # type: ignore[method-assign,assignment]
     answer: list[int] = []
-    give_up_s, pause = time.monotonic() + 60.0, threading.Event()
+    give_up_s = time.monotonic() + 60.0
     while time.monotonic() < give_up_s and len(answer) < 16:
         for output in prefill.step():
             assert output.error is None
@@ -85,11 +85,11 @@ def test_truncation_is_kept_when_prefill_preempts(
         for output in decode.step():
             assert output.error is None
             answer += output.token_ids
-        pause.wait(0.0005)
+        let_threads_run()
     assert request.num_deferred == DEPTH
     assert prefill.stats().preemptions == (1 if steps < 4 else 0)
     assert [answer] == plain(byte_mtp, [prompt], 16)
-    pair._settle(give_up_s, pause)
+    pair._settle(give_up_s)
     for one in (prefill, decode):
         one.check()
         assert one.stats().free_blocks == one.stats().blocks

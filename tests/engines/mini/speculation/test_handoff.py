@@ -2,7 +2,6 @@
 is shifted, and none is read that was never computed (R31 to R36)."""
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, texts, tokens
 from tests.harness.serving import Alone, Pair
+from tests.harness.until import let_threads_run
 
 pytestmark = pytest.mark.engine
 Plain = Callable[..., list[list[int]]]
@@ -130,7 +130,7 @@ def slots(one: Engine, request: Request, layer: str, part: str, count: int) -> t
 
 def run_to(length: int, one: Engine, *others: Engine) -> Request:
     """Steps engines until the only request of the first has this many tokens computed."""
-    give_up_s, pause = time.monotonic() + 30.0, threading.Event()
+    give_up_s = time.monotonic() + 30.0
     while time.monotonic() < give_up_s:
         request = next(iter(one.scheduler.running), None)
         if request is not None and request.num_computed >= length:
@@ -138,7 +138,7 @@ def run_to(length: int, one: Engine, *others: Engine) -> Request:
         for each in (one, *others):
             each.step()
         if request is None:
-            pause.wait(0.0005)
+            let_threads_run()
     raise AssertionError(f"no request came to {length} tokens")
 
 
@@ -191,7 +191,7 @@ def test_truncation_happens_once_and_preemption_does_not_change_it(
 def test_aborts_on_either_side_leave_nothing_open(serving: MakeServing, byte_mtp: str) -> None:  # R28
     pair = serving(Pair, *[engine(byte_mtp, "mtp", 3, max_batch_tokens=16)] * 2)
     assert isinstance(pair, Pair)
-    sides, pause = (pair.prefill.engine, pair.engine), threading.Event()
+    sides = pair.prefill.engine, pair.engine
     on_prefill, on_decode = ask([text(60), text(60, 3000)], 40)
     first, second = (HandoffParams(do_remote_decode=True, transfer_id=name) for name in "ab")
     sides[0].add(replace(on_prefill, handoff=first))
@@ -206,7 +206,7 @@ def test_aborts_on_either_side_leave_nothing_open(serving: MakeServing, byte_mtp
     while any(side.has_work() or side.stats().held_blocks for side in sides):
         for side in sides:
             side.step()
-        pause.wait(0.0005)
+        let_threads_run()
         assert time.monotonic() < give_up_s, [side.stats() for side in sides]
     for side in sides:
         side.check()

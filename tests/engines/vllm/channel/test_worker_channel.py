@@ -13,6 +13,7 @@ from kvferry.handoff.orders import Fetch
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import TransferMode
+from tests.harness.until import until
 
 WAIT_S = 10.0
 
@@ -119,12 +120,7 @@ class WorkerLineReady:
         self._worker = worker
 
     def wait(self) -> bool:
-        pause = threading.Event()
-        for _ in range(1000):
-            if self._worker.channel.connected:
-                return True
-            pause.wait(WAIT_S / 1000)
-        return False
+        return bool(until(lambda: self._worker.channel.connected, "the scheduler is connected", within_s=WAIT_S))
 
 
 def test_orders_come_after_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
