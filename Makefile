@@ -118,8 +118,9 @@ chaos: setup  ## kill and stop workers under load, 20 times in each way and mode
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
 
-docs: setup  ## what is made from code: settings.md, compatibility.md, and the diagrams of life-of-a-handoff.md
+docs: setup  ## what is made from code: settings.md, compatibility.md, layout-matrix.md, and parts of route.md and life-of-a-handoff.md
 	$(BIN)/python -m kvferry.cli.support.reference_pages
+	$(BIN)/python -m tests.layout.matrix --no-run --page docs/reference/layout-matrix.md
 
 site: $(SITE)  ## the documentation as a site, in out/site; a dead link or anchor fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

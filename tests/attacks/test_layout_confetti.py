@@ -43,5 +43,5 @@ def test_pairing_of_very_many_fragments_is_given_up(monkeypatch: pytest.MonkeyPa
         encoding="bf16",
     )
     peer = confetti()
-    with pytest.raises(IncompatiblePeer, match=r"layers\.0\.attn.*1024 ranks of the peer cut it into 1024 pieces"):
+    with pytest.raises(IncompatiblePeer, match=r"layers\.0\.attn.*1024 ranks of prefill cut it into 1024 pieces"):
         pair(peer, ours)

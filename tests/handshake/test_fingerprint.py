@@ -12,10 +12,10 @@ import pytest
 from kvferry.errors import UnknownModel
 from kvferry.handshake.fingerprint import (
     MAX_TENSORS,
-    describe_model,
     model_fingerprint,
     tokenizer_fingerprint,
 )
+from kvferry.modelfiles import find_model
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "rope_theta": 10000.0, "torch_dtype": "bfloat16"}
 
@@ -126,10 +126,11 @@ def test_a_path_and_a_hub_name_agree(tmp_path: Path) -> None:
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text("abc123\n")
     try:
-        by_name = describe_model("org/model")
-        assert by_name.fingerprint == describe_model(str(checkpoint(tmp_path / "copy"))).fingerprint
-        assert by_name.tokenizer == tokenizer_fingerprint(tmp_path / "copy")
-        assert by_name.path == home / "snapshots" / "abc123"
+        found = find_model("org/model")
+        assert found == home / "snapshots" / "abc123"
+        copy = checkpoint(tmp_path / "copy")
+        assert model_fingerprint(found) == model_fingerprint(copy)
+        assert tokenizer_fingerprint(found) == tokenizer_fingerprint(copy)
     finally:
         del os.environ["HF_HUB_CACHE"]
 

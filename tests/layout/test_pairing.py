@@ -74,7 +74,7 @@ def test_stages_of_prefill_that_decode_does_not_need_are_ignored() -> None:  # R
 
 def test_a_layer_that_no_rank_offers_is_named() -> None:  # R19
     message = (
-        "layer 'layers.2.attn' part 'k' is not offered by any rank of the peer: it offers no part of that layer. "
+        "layer 'layers.2.attn' part 'k' is not offered by any rank of prefill: it offers no part of that layer. "
         "Serve the same model, with the same draft model, on both sides"
     )
     with pytest.raises(IncompatiblePeer, match=f"^{re.escape(message)}$"):
@@ -89,7 +89,7 @@ def test_a_missing_part_is_refused_with_the_parts_that_exist() -> None:  # R19
 
 
 def test_heads_that_no_rank_holds_are_named() -> None:  # R19 R23
-    message = r"layer 'layers.0.attn' part 'k': no rank of the peer holds head \[2, 4\) of 4, dim \[0, 2\) of 2"
+    message = r"layer 'layers.0.attn' part 'k': no rank of prefill holds head \[2, 4\) of 4, dim \[0, 2\) of 2"
     with pytest.raises(IncompatiblePeer, match=message):
         pair(engine(4, 2)[:1], attention(heads=4))
 
@@ -122,18 +122,18 @@ def test_ranks_that_contradict_each_other(sources: list[CacheLayout], says: str)
     [
         (
             attention(encoding="fp8_e4m3"),
-            r"encoding: local='bf16' remote='fp8_e4m3' \(rank 0\); set the same KV cache dtype",
+            r"encoding: decode='bf16' prefill='fp8_e4m3' \(rank 0\); set the same KV cache dtype",
         ),
-        (attention(heads=5), r"extent of axis 'head': local=4 remote=5"),
+        (attention(heads=5), r"extent of axis 'head': decode=4 prefill=5"),
         (
             with_tensor(attention(), 0, **paging(attention().tensors[0], token_stride_bytes=None)),
             "moved in whole blocks",
         ),
         (
             with_tensor(attention(), 0, axes=(Axis("head", 4, 0, 4, 4, True), Axis("dim", 2, 0, 2, 2))),
-            "axis 'head' is atomic: local=False remote=True",
+            "axis 'head' is atomic: decode=False prefill=True",
         ),
-        (with_tensor(attention(), 0, axes=(Axis("head", 4, 0, 4, 4),)), r"axes: local=\['dim', 'head'\]"),
+        (with_tensor(attention(), 0, axes=(Axis("head", 4, 0, 4, 4),)), r"axes: decode=\['dim', 'head'\]"),
     ],
 )
 def test_different_meanings_are_refused_with_both_values(source: CacheLayout, says: str) -> None:  # R18
@@ -147,7 +147,7 @@ def test_opaque_blocks_of_two_sizes_are_refused() -> None:  # R23
         builder.opaque("layers.0.attn", builder.full(block_tokens), block_bytes=64, encoding="tiles", num_blocks=4)
         return builder.build()
 
-    with pytest.raises(IncompatiblePeer, match=r"block_tokens of whole blocks: local=4 remote=8.*--block-size"):
+    with pytest.raises(IncompatiblePeer, match=r"block_tokens of whole blocks: decode=4 prefill=8.*--block-size"):
         pair([opaque(8)], opaque(4))
 
 
@@ -158,7 +158,9 @@ def test_layers_that_share_a_cache_on_one_side_must_share_it_on_the_other() -> N
 
     destination = shared(attention(layers=1))
     assert len(pair([shared(attention(layers=1))], destination).edges[0].slices) == 2
-    with pytest.raises(IncompatiblePeer, match=r"layers \['layers.0.attn', 'layers.1.attn'\] share one cache here"):
+    with pytest.raises(
+        IncompatiblePeer, match=r"layers \['layers.0.attn', 'layers.1.attn'\] share one cache on decode"
+    ):
         pair([attention(layers=2)], destination)
 
 

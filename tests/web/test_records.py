@@ -23,6 +23,7 @@ def test_served_comes_from_the_engines_records() -> None:
     assert served.headers() == {
         "x-kvferry-handed-over": "5",
         "x-kvferry-cached": "2",
+        "x-kvferry-computed": "1",
         "x-kvferry-recomputed": "1",
         "x-kvferry-why": "the tail",
         "x-kvferry-mode": "push",
@@ -35,6 +36,7 @@ def test_headers_of_an_ordinary_request_leave_out_what_does_not_apply() -> None:
     assert set(Served.of(None, None, decode="d").headers()) == {
         "x-kvferry-handed-over",
         "x-kvferry-cached",
+        "x-kvferry-computed",
         "x-kvferry-recomputed",
         "x-kvferry-decode",
     }

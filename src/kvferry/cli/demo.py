@@ -215,6 +215,7 @@ def report(args: argparse.Namespace, handed: Answer, alone: Answer, start_s: flo
         "prompt_tokens": handed.usage.get("prompt_tokens", 0),
         "handed_over": served.get("handed_over", 0),
         "cached": served.get("cached", 0),
+        "computed": served.get("computed", 0),
         "recomputed": served.get("recomputed", 0),
         "why": served.get("why", ""),
         "bytes": served.get("bytes", 0),
@@ -246,7 +247,7 @@ def show(result: dict[str, Any], out: Terminal) -> None:
     out.line(f"  prompt tokens     {result['prompt_tokens']:>6}")
     out.line("  handed over       ", *share("handed_over", "green"))
     out.line("  found in cache    ", *share("cached", "blue"))
-    out.line("  recomputed        ", *share("recomputed", "yellow"), f"  {result['why']}" if result["why"] else "")
+    out.line("  computed          ", *share("computed", "yellow"), f"  {result['why']}" if result["why"] else "")
     out.line()
     out.line((f"the hand-off: {result['prefill']} -> {result['decode']}, {result['mode']}", "bold"))
     out.line(f"  bytes             {megabytes:>8.2f} MB in {plural(result['runs'], 'run')}")

@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _as_sides(message: str) -> str:
     """Returns the message of a refusal in the words of this command: A has the KV, B wants it; and the flag to type."""
-    message = re.sub(r"\b(local|destination)=", "B=", re.sub(r"\b(remote|source)=", "A=", message))
+    message = re.sub(r"\b(decode|destination)=", "B=", re.sub(r"\b(prefill|source)=", "A=", message))
     name = re.search(r": (\w+)[^:]*: B=", message)
     flags = _FLAGS_OF.get(name[1]) if name else None
     return f"{message} ({flags})" if flags else message

@@ -46,7 +46,7 @@ class FactSpec:
     kind: FactKind
     read: Read
     meaning: str
-    why: str
+    reason: str
     """What would go wrong (must match), how it is bridged and at what price (bridged), or why it cannot matter
     (informative)."""
     settings: Mapping[str, str]

@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from kvferry.errors import ConfigError, UnknownModel
-from kvferry.modelfiles import TensorEntry, find_model, read_safetensors_header
+from kvferry.modelfiles import TensorEntry, read_safetensors_header
 
-__all__ = ["MAX_TENSORS", "ModelFiles", "describe_model", "model_fingerprint", "tokenizer_fingerprint"]
+__all__ = ["MAX_TENSORS", "model_fingerprint", "tokenizer_fingerprint"]
 
 MAX_TENSORS = 4096
 """The number of tensors that are sampled. If a checkpoint has more (mixtures of experts have 100,000), those whose
@@ -40,22 +39,6 @@ _TOKENIZERS = (
 )
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "_commit_hash"})
 """Keys of config.json that do not influence the numbers (the dtype is compared as a separate fact)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """What an EngineDescription contains about a model's files."""
-
-    path: Path
-    fingerprint: str
-    tokenizer: str | None
-    """The fingerprint of the tokenizer; None if there is none."""
-
-
-def describe_model(name_or_path: str, revision: str | None = None) -> ModelFiles:
-    """Finds a model and computes its fingerprints. Blocks on the disk, for seconds, once at start."""
-    path = find_model(name_or_path, revision)
-    return ModelFiles(path, model_fingerprint(path), tokenizer_fingerprint(path))
 
 
 def model_fingerprint(path: Path) -> str:

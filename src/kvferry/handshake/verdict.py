@@ -58,12 +58,12 @@ class Row:
     """The setting that gives a the value of b."""
     remedy_b: str
     """The setting that gives b the value of a."""
-    why: str
+    reason: str
     """What would go wrong, how it is bridged, or why it cannot matter."""
 
     def mirrored(self) -> "Row":
         """Returns the row as the other side sees it."""
-        return Row(self.fact, self.kind, self.b, self.a, self.change.other, self.remedy_b, self.remedy_a, self.why)
+        return Row(self.fact, self.kind, self.b, self.a, self.change.other, self.remedy_b, self.remedy_a, self.reason)
 
     def remedy(self, a: str = "a", b: str = "b") -> str:
         """Returns which side to change, and how; if nothing needs to change, how the difference is bridged.
@@ -71,7 +71,7 @@ class Row:
         `a` and `b` are the names of the sides.
         """
         if self.kind is not FactKind.MUST_MATCH:
-            return f"nothing to do: {self.why}"
+            return f"nothing to do: {self.reason}"
         if self.change is Side.A:
             return f"on {a}: {self.remedy_a}"
         if self.change is Side.B:
@@ -101,7 +101,7 @@ class Verdict:
 
     def notes(self) -> tuple[str, ...]:
         """Returns what is bridged and how, one sentence per fact, for the log and for an engine's description."""
-        return tuple(f"{row.fact}: {row.why}" for row in self.rows if row.kind is FactKind.BRIDGED)
+        return tuple(f"{row.fact}: {row.reason}" for row in self.rows if row.kind is FactKind.BRIDGED)
 
     def explain(self, a: str = "a", b: str = "b") -> str:
         """Returns the verdict as text: one line for the answer, and one per row."""
@@ -113,7 +113,7 @@ class Verdict:
         rows = self.blocking() if self.refused else self.rows
         lines = [f"  {row.fact}: {a}={show(row.a)} {b}={show(row.b)}; {row.remedy(a, b)}" for row in rows]
         if self.refused:
-            lines = [f"{line} (else {row.why})" for line, row in zip(lines, rows, strict=True)]
+            lines = [f"{line} (else {row.reason})" for line, row in zip(lines, rows, strict=True)]
         return "\n".join([head, *lines])
 
     def refusal(self, local: str, remote: str, local_is_a: bool = True) -> str:
@@ -137,7 +137,7 @@ class Verdict:
                     "b": list(row.b) if isinstance(row.b, tuple) else row.b,
                     "change": str(row.change),
                     "remedy": row.remedy(),
-                    "why": row.why,
+                    "why": row.reason,
                 }
                 for row in self.rows
             ],
@@ -212,18 +212,18 @@ def _row(name: str, spec: FactSpec | None, kind: FactKind, a: Facts, b: Facts) -
         text = f"upgrade kvferry: only the other side knows the fact {name!a}"
         change = Side.A if value_a is None else Side.B if value_b is None else Side.EITHER
         return Row(name, kind, value_a, value_b, change, text, text, "only one side's release compares it")
-    why = spec.why
+    reason = spec.reason
     if kind is FactKind.MUST_MATCH and spec.kind is not FactKind.MUST_MATCH:
-        why = "strict mode compares it; without --strict it is bridged"
+        reason = "strict mode compares it; without --strict it is bridged"
     if kind is FactKind.BRIDGED and spec.kind is FactKind.MUST_MATCH:
-        why = spec.lacking
+        reason = spec.lacking
     remedy_a, remedy_b = _remedy(spec, a, b), _remedy(spec, b, a)
     change = _change(spec.change, name, a, b)
     if remedy_a == remedy_b == NO_SETTING:
         remedy_a = remedy_b = NO_SETTING_ON_EITHER
     elif NO_SETTING in (remedy_a, remedy_b):
         change = Side.B if remedy_a == NO_SETTING else Side.A
-    return Row(name, kind, value_a, value_b, change, remedy_a, remedy_b, why)
+    return Row(name, kind, value_a, value_b, change, remedy_a, remedy_b, reason)
 
 
 def _change(change: Change, name: str, a: Facts, b: Facts) -> Side:

@@ -93,7 +93,7 @@ def _not_offered(tensor: Tensor, offers: Mapping[tuple[str, str], object]) -> st
     parts = sorted(part for layer, part in offers if layer == tensor.layer)
     have = f"it offers parts {parts!r} of that layer" if parts else "it offers no part of that layer"
     return (
-        f"layer {tensor.layer!r} part {tensor.part!r} is not offered by any rank of the peer: {have}. "
+        f"layer {tensor.layer!r} part {tensor.part!r} is not offered by any rank of prefill: {have}. "
         "Serve the same model, with the same draft model, on both sides"
     )
 
@@ -120,8 +120,8 @@ def _without_aliases(
             }
             if len(places) > 1:
                 raise IncompatiblePeer(
-                    f"layers {sorted(places.values())!r} share one cache here and have caches of their own on rank "
-                    f"{layout.rank.index} of the peer: share the KV of the same layers on both sides"
+                    f"layers {sorted(places.values())!r} share one cache on decode and have separate caches on rank "
+                    f"{layout.rank.index} of prefill: share the KV of the same layers on both sides"
                 )
         yield offered[0] if offered else indices[0]
 
@@ -170,7 +170,7 @@ class _Covers:
     def _check_one_stage(self, where: str, offers: Sequence[_Offer]) -> None:
         stages = {self._sources[offer.source].rank.pp_rank for offer in offers}
         if len(stages) > 1:
-            raise MalformedMessage(f"{where} is advertised twice, by pipeline stages {sorted(stages)!r} of the peer")
+            raise MalformedMessage(f"{where} is advertised twice, by pipeline stages {sorted(stages)!r} of prefill")
 
     def _pieces(
         self, where: str, tensor: Tensor, group: CacheGroup, offers: Sequence[_Offer], held: Sequence[Ranges]
@@ -186,7 +186,7 @@ class _Covers:
         if self._num_comparisons > MAX_COMPARISONS:
             # Pairing runs on the listener's thread: one peer must not be able to block it for the others.
             raise IncompatiblePeer(
-                f"{where}: {len(offers)} ranks of the peer cut it into {len(pieces)} pieces; with the layers before it "
+                f"{where}: {len(offers)} ranks of prefill cut it into {len(pieces)} pieces; with the layers before it "
                 f"that needs more than {MAX_COMPARISONS} comparisons. Split every layer in the same way, over fewer "
                 "ranks"
             )
@@ -194,7 +194,8 @@ class _Covers:
             holders = [i for i, held_ranges in enumerate(held) if _holds(held_ranges, ranges)]
             if not holders:
                 raise IncompatiblePeer(
-                    f"{where}: no rank of the peer holds {_text(tensor, ranges)}, which rank {reader.index} here needs"
+                    f"{where}: no rank of prefill holds {_text(tensor, ranges)}, which rank {reader.index} of decode "
+                    "needs"
                 )
             if group.kind is CacheKind.STATE:
                 yield holders[turn % len(holders)], ranges
@@ -206,8 +207,8 @@ class _Covers:
                 copies = by_cp_rank.get(cp_rank)
                 if not copies:
                     raise IncompatiblePeer(
-                        f"{where}: no rank of the peer holds {_text(tensor, ranges)} for the tokens of "
-                        f"context-parallel rank {cp_rank}, which rank {reader.index} here needs"
+                        f"{where}: no rank of prefill holds {_text(tensor, ranges)} for the tokens of "
+                        f"context-parallel rank {cp_rank}, which rank {reader.index} of decode needs"
                     )
                 yield copies[turn % len(copies)], ranges
 
@@ -273,15 +274,15 @@ def _check_same_meaning(
 ) -> None:
     """Raises IncompatiblePeer, naming both values, if the bytes of the two tensors do not mean the same."""
     rows = [*_tensor_rows(source, source_layout, destination, destination_layout), *_axis_rows(source, destination)]
-    for name, local, remote, remedy in rows:
-        if local != remote:
+    for name, decode, prefill, remedy in rows:
+        if decode != prefill:
             raise IncompatiblePeer(
-                f"{where}: {name}: local={local!r} remote={remote!r} (rank {source_layout.rank.index}); {remedy}"
+                f"{where}: {name}: decode={decode!r} prefill={prefill!r} (rank {source_layout.rank.index}); {remedy}"
             )
 
 
 _Row = tuple[str, object, object, str]
-"""What is compared, the local (destination's) value, the remote (source's) value, and the remedy."""
+"""What is compared, the value of decode (the destination), the value of prefill (the source), and the remedy."""
 
 
 def _tensor_rows(
@@ -308,12 +309,12 @@ def _tensor_rows(
 def _axis_rows(source: Tensor, destination: Tensor) -> Iterable[_Row]:
     if _axis_names(source) != _axis_names(destination):
         return
-    for local, remote in zip(destination.axes, _axes_like(source, destination), strict=True):
-        name = repr(local.name)
-        yield f"extent of axis {name}", local.extent, remote.extent, _SAME_MODEL
-        yield f"axis {name} is atomic", local.atomic, remote.atomic, _SAME_BACKEND
-        if local.atomic or remote.atomic:
-            ranges = (local.start, local.stop), (remote.start, remote.stop)
+    for decode, prefill in zip(destination.axes, _axes_like(source, destination), strict=True):
+        name = repr(decode.name)
+        yield f"extent of axis {name}", decode.extent, prefill.extent, _SAME_MODEL
+        yield f"axis {name} is atomic", decode.atomic, prefill.atomic, _SAME_BACKEND
+        if decode.atomic or prefill.atomic:
+            ranges = (decode.start, decode.stop), (prefill.start, prefill.stop)
             yield f"range of atomic axis {name}", *ranges, "use the same parallel sizes on both sides"
 
 

@@ -23,15 +23,17 @@ HEADER_PREFIX = "x-kvferry-"
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """How one request was served: where the KV of each prompt token came from, at what cost, and by which engines.
 
-    It is the `kvferry` object of a response body. handed_over + cached + recomputed = number of prompt tokens.
+    It is the `kvferry` object of a response body. handed_over + cached + computed = number of prompt tokens.
     """
 
     handed_over: int = 0
     """Prompt tokens whose KV another engine computed and handed over."""
     cached: int = 0
     """Prompt tokens found in the prefix cache of the engine that answered."""
+    computed: int = 0
+    """Prompt tokens that the engine that answered computed itself: by choice, or because a hand-off failed (`why`)."""
     recomputed: int = 0
-    """Prompt tokens that the engine that answered computed itself, also if no other engine was to compute them."""
+    """The older name of `computed`, which suggests that another engine should have computed them. The same count."""
     why: str = ""
     """Why it computed tokens that another engine should have handed over. Empty if there was no reason to."""
     bytes: int = 0
@@ -70,6 +72,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             handed_over=account.handed_over,
             cached=account.cached,
+            computed=account.recomputed,
             recomputed=account.recomputed,
             why=account.reason or reason,
             bytes=timing.num_bytes,
@@ -88,6 +91,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, object] = {
             "handed-over": self.handed_over,
             "cached": self.cached,
+            "computed": self.computed,
             "recomputed": self.recomputed,
             "why": self.why,
             "mode": self.mode.value if self.mode else None,

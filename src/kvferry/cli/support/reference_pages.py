@@ -158,9 +158,11 @@ def _fact_row(spec: FactSpec) -> str:
     mini = _setting(spec.settings.get("mini", other))
     template = spec.settings.get("vllm", other)
     vllm = " or ".join(_setting(template.replace("{value}", name)) for name in spec.vllm_values.values() or ["{value}"])
-    why = f"{spec.why}. Exception: {spec.may_lack} may have none: {spec.lacking}" if spec.may_lack else spec.why
+    reason = (
+        f"{spec.reason}. Exception: {spec.may_lack} may have none: {spec.lacking}" if spec.may_lack else spec.reason
+    )
     rules = " ".join(_rule_link(rule) for rule in spec.rules.split())
-    cells = (f"`{spec.name}`{strict}", spec.meaning, why, mini, vllm, rules or " ")
+    cells = (f"`{spec.name}`{strict}", spec.meaning, reason, mini, vllm, rules or " ")
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 

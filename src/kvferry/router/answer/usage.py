@@ -13,7 +13,7 @@ __all__ = ["UsageWriter", "asked_for"]
 
 HEADER = "X-KVFerry-Usage"
 _MARK = b'"usage"'
-_NUMBERS = ("handed_over", "cached", "recomputed")
+_NUMBERS = ("handed_over", "cached", "computed", "recomputed")
 _WORDS = ("route", "prefill", "decode", "mode", "why")
 
 
