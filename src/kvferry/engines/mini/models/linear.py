@@ -3,15 +3,41 @@
 On CPU, oneDNN's own order of the weights makes small batches up to twice as fast (measured on one core, 576 x 3072:
 bf16, 1 token 479 -> 333 us, 64 tokens 732 -> 419 us; fp32, 8 tokens 1471 -> 750 us), and an activation, or the product
 or sum with another tensor, is computed while the result is still in registers. Inductor uses the same two operators.
+
+oneDNN compiles a kernel for each number of rows that it meets, and keeps about half a MiB for each of them: some of it
+until 1,024 others have come, the rest for as long as the process lives. The steps of a server have any number of rows,
+so its memory would grow for many thousands of requests. That is why inputs are cut into pieces of few different sizes.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Linear"]
+__all__ = ["PIECES", "Linear", "pieces"]
 
 REORDER_FOR_ROWS = 64
 """The number of rows that oneDNN is asked to optimise for; its value hardly matters."""
+
+_EXACT, _SMALL, _LARGE = 16, 64, 512
+PIECES = (*range(1, _EXACT + 1), *range(_EXACT + 4, _SMALL, 4), *range(_SMALL, _LARGE + 1, _SMALL))
+"""Every number of rows for which oneDNN makes a kernel, per matrix and fused operation."""
+
+
+def pieces(num_rows: int) -> list[int]:
+    """Returns the sizes of the pieces for an input of `num_rows` rows, each one of PIECES.
+
+    Their sum may be up to 3 more than `num_rows`: the last piece is then padded. A kernel takes as long per row from
+    about 8 rows on, so that several pieces cost hardly more than one.
+    """
+    sizes = [_LARGE] * (num_rows // _LARGE)
+    num_rows %= _LARGE
+    if num_rows >= _SMALL:
+        sizes.append(num_rows // _SMALL * _SMALL)
+        num_rows %= _SMALL
+    if num_rows:
+        sizes.append(num_rows if num_rows <= _EXACT else -(-num_rows // 4) * 4)
+    return sizes
 
 
 def _has_onednn(weight: torch.Tensor) -> bool:
@@ -52,9 +78,30 @@ class Linear:
         return self._with(x, other, "add") if self._packed else self(x).add_(other)
 
     def _plain(self, x: torch.Tensor, activation: str, how: str = "") -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], how)
-        return y
+        return _in_pieces(
+            lambda x: torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], how), x
+        )
 
     def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, operation)
-        return y
+        return _in_pieces(
+            lambda x, other: torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, operation),
+            x,
+            other,
+        )
+
+
+def _in_pieces(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Calls `compute` with the same rows of every input, in pieces of the sizes of `pieces`, and joins the results."""
+    num_rows = len(inputs[0])
+    sizes = pieces(num_rows)
+    if sizes == [num_rows]:
+        return compute(*inputs)
+    results, first = [], 0
+    for size in sizes:
+        missing = first + size - num_rows
+        parts = [x[first : first + size] for x in inputs]
+        if missing > 0:
+            parts = [functional.pad(x, (0, 0, 0, missing)) for x in parts]
+        results.append(compute(*parts))
+        first += size
+    return (results[0] if len(results) == 1 else torch.cat(results))[:num_rows]
