@@ -164,6 +164,10 @@ class Process:
             busy["blocks_in_use"] = engine["blocks"] - engine["free_blocks"]
         return ", ".join(f"{name}={value:g}" for name, value in busy.items())
 
+    def members(self) -> list[int]:
+        """Returns the pids of the process and its children (ranks), its own first."""
+        return [self.pid, *sorted(pid for pid in _session(self.pid) if pid != self.pid)]
+
     def note_shared_memory(self) -> None:
         """Records the shared memory of the process and its children, which must be gone after their end."""
         self._members.update(_session(self.pid))
