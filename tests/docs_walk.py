@@ -1,9 +1,10 @@
 """`python -m tests.docs_walk [PAGE...]`: types every command of README and docs, and compares what the pages show.
 
 Each page is walked in a temporary directory of its own, with ports of its own. `kvferry serve`, `route` and `up` go on
-in the background until the page ends. A command must end with status 0, and show what the page shows after it: numbers
-with a decimal point may differ, and "..." stands for anything. Of a `json` block after a command, its keys must be in
-the output. A block that cannot be run says why in a comment before it: see tests/harness/doc_blocks.py.
+in the background until the page ends. Workers on other machines, such as `http://p0:8100`, are started on this one for
+the router that names them. A command must end with status 0, and show what the page shows after it: numbers with a
+decimal point may differ, and "..." stands for anything. Of a `json` block after a command, its keys must be in the
+output. A block that cannot be run says why in a comment before it: see tests/harness/doc_blocks.py.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from tests.harness.doc_blocks import PAGES, Block, Command, blocks_of, commands_of, kvferry_argv
@@ -29,6 +31,7 @@ MODEL = "byte-mtp"
 SERVERS = ("serve", "route", "up")
 READY_S = 300.0
 COMMAND_S = 600.0
+_HOST = re.compile(r"http://([a-z]+\d?):(8\d{3})\b")
 _PORT = re.compile(r"(?<=[ :])8\d{3}\b")
 _DEFAULT_PORTS = {"serve": "8000", "route": "8080", "up": "8080"}
 
@@ -40,6 +43,8 @@ class Walk:
     directory: Path
     ports: dict[str, str] = field(default_factory=dict)
     servers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    served: set[str] = field(default_factory=set)
+    """The ports of these servers."""
     problems: list[str] = field(default_factory=list)
     last_output: str = ""
     num_run: int = 0
@@ -56,6 +61,7 @@ class Walk:
         """Returns the command as it is typed here: with our model and ports, and without placeholders."""
         text = re.sub(r"\bMODEL\b", MODEL, re.sub(r" \[[a-z ]+\]", "", text))
         text = re.sub(r"\b(prefill)\|decode\|both\b", "both", text)
+        text = _HOST.sub(lambda found: f"http://127.0.0.1:{self.port(found[1] + found[2])}", text)
         return _PORT.sub(lambda found: self.port(found[0]), text)
 
 
@@ -95,6 +101,7 @@ def start_server(walk: Walk, text: str, argv: list[str]) -> None:
     flags = ["--ready-file", str(ready)]
     if "--port" not in argv:
         flags += ["--port", walk.port(_DEFAULT_PORTS[argv[0]])]
+    walk.served.add(argv[argv.index("--port") + 1] if "--port" in argv else flags[-1])
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvferry", *argv, *flags],
@@ -103,6 +110,15 @@ def start_server(walk: Walk, text: str, argv: list[str]) -> None:
     walk.servers.append(process)
     until(lambda: ready.exists() or process.poll() is not None, f"{text!r} is ready", within_s=READY_S, every_s=0.1)
     assert ready.exists(), f"{text!r} ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-600:]}"
+
+
+def start_workers(walk: Walk, argv: list[str]) -> None:
+    """Starts the workers that a router names and that the page does not start itself."""
+    for flag, url in pairwise(argv):
+        port = url.rpartition(":")[2]
+        if flag in ("--prefill", "--decode") and port not in walk.served:
+            role = flag.removeprefix("--")
+            start_server(walk, f"kvferry serve ({role} of {argv[0]})", ["serve", MODEL, "--role", role, "--port", port])
 
 
 def run(walk: Walk, block: Block, command: Command) -> None:
@@ -119,6 +135,8 @@ def run(walk: Walk, block: Block, command: Command) -> None:
     print(f"  {block.where}: {text.splitlines()[0]}", file=sys.stderr, flush=True)
     if servers:
         try:
+            if servers[0][0] == "route":
+                start_workers(walk, servers[0])
             start_server(walk, text, servers[0])
         except AssertionError as error:
             walk.problems.append(f"{block.where}: {error}")

@@ -446,7 +446,7 @@ function proofOf(line) {
   const parts = tokens(line), total = parts[0] + parts[1] + parts[2];
   const tokenText = total ? `Of ${count(total)} prompt tokens ${count(parts[0])} were handed over, ${count(parts[1])} were cached and ${count(parts[2])} were computed. ` : "";
   const way = line.route ? `Route ${line.route}${line.prefill ? ", prefill " + line.prefill : ""}${line.decode ? ", decode " + line.decode : ""}. ` : "";
-  const moved = line.workers.filter((one) => one.bytes).map((one) => `${bytes(one.bytes)} in ${count(one.runs)} runs, ${ms(one.transfer_ms)}. `).join("");
+  const moved = line.workers.filter((one) => one.bytes).map((one) => `${bytes(one.bytes)} in ${count(one.runs)} ${one.runs === 1 ? "run" : "runs"}, ${ms(one.transfer_ms)}. `).join("");
   return way + tokenText + moved + (line.why ? "Why: " + line.why : "");
 }
 function showLine(line) {
