@@ -38,6 +38,14 @@ class Request:
         return (kvferry.BlockTable(group=0, first_token=0, block_ids=tuple(self.blocks)),)
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.tokens[: self.num_prompt_tokens]
+
+    @property
+    def salt(self) -> str:
+        return ""  # their KV depends on nothing but the tokens
+
+    @property
     def for_remote(self) -> bool:
         return self.handoff is not None and self.handoff.do_remote_decode
 

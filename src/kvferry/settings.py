@@ -13,6 +13,7 @@ __all__ = [
     "FailurePolicy",
     "FerrySettings",
     "LeaseSettings",
+    "OlderPeers",
     "Role",
     "SideChannelSettings",
     "TransferMode",
@@ -49,6 +50,13 @@ class Verify(StrEnum):
     ALL = "all"
     SAMPLE = "sample"
     OFF = "off"
+
+
+class OlderPeers(StrEnum):
+    """What happens to hand-offs with a peer that cannot say for which tokens they are. R51."""
+
+    COUNT = "count"
+    REFUSE = "refuse"
 
 
 def _check(name: str, value: float, low: float, high: float = math.inf) -> None:
@@ -111,6 +119,11 @@ class TransferSettings:
     verify: Verify = Verify.SAMPLE
     """How much of the KV that landed is compared by digest with what prefill had: `all` of it, a small `sample`, or
     nothing (`off`)."""
+
+    older_peers: OlderPeers = OlderPeers.COUNT
+    """What to do with a peer of an older release, which cannot say for which tokens a hand-off is (protocol versions 1
+    to 3): with `count` the number of tokens must be the expected one, and a different prompt of the same length is not
+    noticed; with `refuse` nothing is handed over, and decode computes every prompt."""
 
     progress: bool = True
     """Whether prefill offers each chunk of the prompt as soon as it is computed. If off, it offers the whole prompt at

@@ -13,6 +13,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FailurePolicy, FerrySettings, TransferMode, TransferSettings
 from kvferry.wire.first_token import FirstToken, decode_first_token
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 
 TABLES = (BlockTable(group=0, first_token=0, block_ids=(4, 5)),)
 T = TransferId("t-1")
@@ -25,6 +26,12 @@ class Request:
     num_prompt_tokens: int = 32
     handoff: HandoffParams | None = None
     on_failure: FailurePolicy | None = None
+    salt: str = ""
+    tokens: tuple[int, ...] = tuple(range(100, 200))
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        return self.tokens[: self.num_prompt_tokens]
 
 
 @dataclass
@@ -106,6 +113,8 @@ def test_prefill_returns_the_parameters_that_routers_read() -> None:  # R15
         "remote_block_ids": [[4, 5]],
         "remote_block_first_tokens": [0],
         "remote_num_tokens": 32,
+        "remote_prompt_tokens": 32,
+        "remote_prompt_digest": Prompt.of(request.prompt_token_ids).digest.hex(),
         "tp_size": 2,
         "pp_size": 1,
         "first_token": 9,

@@ -8,7 +8,7 @@ from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind
-from kvferry.wire.first_token import FirstToken
+from kvferry.wire.first_token import FirstToken, first_token_of
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["FakeConnector", "copy_tokens"]
@@ -43,6 +43,9 @@ class FakeConnector:
 
     def on_new_request(self, request: RequestView) -> None:
         self.seen.append(f"new {request.request_id}")
+
+    def carried_first_token(self, request: RequestView) -> FirstToken | None:
+        return None if request.handoff is None else first_token_of(request.handoff)
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:
         self.seen.append(f"match {request.request_id} {num_cached_tokens}")

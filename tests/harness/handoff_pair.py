@@ -8,9 +8,11 @@ from kvferry.handoff.orders import Cancel, Fetch, KeepAlive, Offer, StepOrders, 
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.ids import EngineId, Incarnation, PeerName, RequestId, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
+from kvferry.settings import FerrySettings, LeaseSettings, OlderPeers, TransferMode, TransferSettings
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.handoff_messages import Message
+from kvferry.wire.prompt_digest import Prompt
+from kvferry.wire.versions import PROTOCOL_MAX
 
 TTL_S, RENEW_S, QUARANTINE_S, STANDSTILL_S, DEADLINE_S = 10.0, 2.0, 1.0, 40.0, 60.0
 
@@ -80,10 +82,14 @@ class Pair:
         decode_ranks: int = 1,
         prepare: Callable[[RankProtocol], None] = lambda core: None,
         limits: MachineLimits | None = None,
+        protocol: int = PROTOCOL_MAX,
+        older_peers: OlderPeers = OlderPeers.COUNT,
+        whole_prefix: bool = True,
     ) -> None:
         self.mode, self.clock, self._prepare, self._limits = mode, FakeClock(), prepare, limits
+        self._protocol, self._whole_prefix = protocol, whole_prefix
         self.settings = FerrySettings(
-            transfer=TransferSettings(mode=mode, deadline_s=DEADLINE_S),
+            transfer=TransferSettings(mode=mode, deadline_s=DEADLINE_S, older_peers=older_peers),
             lease=LeaseSettings(
                 ttl_s=TTL_S, renew_every_s=RENEW_S, quarantine_s=QUARANTINE_S, standstill_s=STANDSTILL_S
             ),
@@ -104,7 +110,15 @@ class Pair:
         ranks = []
         for index in range(num_ranks):
             queries = FakeQueries()
-            core = RankProtocol(self.settings, queries, queries, incarnation, num_ranks=num_ranks, limits=self._limits)
+            core = RankProtocol(
+                self.settings,
+                queries,
+                queries,
+                incarnation,
+                num_ranks=num_ranks,
+                whole_prefix=self._whole_prefix,
+                limits=self._limits,
+            )
             self._prepare(core)
             ranks.append(Rank(core, peer_name(EngineId(engine), incarnation, index), queries))
         return ranks
@@ -129,12 +143,15 @@ class Pair:
     def _accept_each_other(self) -> None:
         for rank in self.prefill:
             if self.decode:
-                rank.core.peer_accepted(
-                    EngineId("d"), Incarnation(f"d{self.decode_start}"), len(self.decode), self.now_s
-                )
+                self._accept(rank, "d", self.decode_start, len(self.decode))
         for rank in self.decode:
-            rank.core.peer_accepted(EngineId("p"), Incarnation(f"p{self.prefill_start}"), len(self.prefill), self.now_s)
+            self._accept(rank, "p", self.prefill_start, len(self.prefill))
         self.act()
+
+    def _accept(self, rank: Rank, engine: str, start: int, num_ranks: int) -> None:
+        rank.core.peer_accepted(
+            EngineId(engine), Incarnation(f"{engine}{start}"), num_ranks, self.now_s, protocol=self._protocol
+        )
 
     # ---- carrying
 
@@ -209,13 +226,30 @@ class Pair:
         self.act()
 
     def offer(
-        self, transfer: str, stop: int = 4, *, final: bool = True, blocks: tuple[int, ...] = (1, 2, 3, 4)
+        self,
+        transfer: str,
+        stop: int = 4,
+        *,
+        final: bool = True,
+        blocks: tuple[int, ...] = (1, 2, 3, 4),
+        prompt: Sequence[int] | None = None,
+        note: bytes = b"",
     ) -> None:
-        tables = (BlockTable(0, 0, blocks),)
-        offer = Offer(TransferId(transfer), RequestId("rp"), tables, TokenRange(0, stop), final)
+        tables, of = (BlockTable(0, 0, blocks),), None if prompt is None else Prompt.of(prompt)
+        offer = Offer(TransferId(transfer), RequestId("rp"), tables, TokenRange(0, stop), final, note, of)
         self.order(self.prefill, StepOrders(offer=(offer,)))
 
-    def want(self, transfer: str, start: int = 0, stop: int = 4, *, blocks: tuple[int, ...] = (5, 6, 7, 8)) -> None:
+    def want(
+        self,
+        transfer: str,
+        start: int = 0,
+        stop: int = 4,
+        *,
+        blocks: tuple[int, ...] = (5, 6, 7, 8),
+        prompt: Sequence[int] | None = None,
+        expected: int | None = None,
+    ) -> None:
+        """Links come every two tokens, so that short prompts have some."""
         want = Fetch(
             TransferId(transfer),
             RequestId("rd"),
@@ -225,6 +259,8 @@ class Pair:
             (BlockTable(0, 0, blocks),),
             TokenRange(start, stop),
             DEADLINE_S,
+            None if prompt is None else Prompt.of(prompt).stated(unit=2),
+            expected,
         )
         self.order(self.decode, StepOrders(fetch=(want,)))
 

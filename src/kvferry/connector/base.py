@@ -53,6 +53,16 @@ class RequestView(Protocol):
         ...
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """All tokens of the prompt, also those that prefill leaves to decode."""
+        ...
+
+    @property
+    def salt(self) -> str:
+        """What else its KV depends on: a cache salt, an adapter, images. Equal on both sides; "" for nothing."""
+        ...
+
+    @property
     def handoff(self) -> HandoffParams | None:
         """The request's kv_transfer_params, decoded; None for an ordinary request."""
         ...
@@ -81,7 +91,9 @@ class Match:
 class Outcome:
     """What became known since the last step, over all ranks. A transfer is in `landed`, `failed` or `fatal` once.
 
-    `Landed.note`, if not empty, is the first token (wire.first_token), which in push mode no router could carry.
+    `Landed.note`, if not empty, is the first token (wire.first_token), which in push mode no router could carry. If
+    `Landed.difference` is not empty, prefill's prompt is not the request's: nothing but `Landed.arrived` may be used,
+    and no first token, wherever it came from (R51).
     """
 
     landed: tuple[Landed, ...] = ()
@@ -143,6 +155,13 @@ class SchedulerHalf(Protocol):
 
     def on_new_request(self, request: RequestView) -> None:
         """A request has arrived. Called once per request, before anything else about it."""
+        ...
+
+    def carried_first_token(self, request: RequestView) -> FirstToken | None:
+        """Return the first token in the request's parameters, if they are for this very prompt (R51).
+
+        Called at most once, after `on_new_request`.
+        """
         ...
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:

@@ -8,8 +8,10 @@ from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed, Off
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FailurePolicy
+from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt, StatedPrompt
 
-__all__ = ["DecodeHandoff", "OrdersBuilder", "OutcomeBuilder", "PrefillHandoff", "joined"]
+__all__ = ["DecodeHandoff", "OrdersBuilder", "OutcomeBuilder", "PrefillHandoff", "is_for", "joined"]
 
 
 @dataclass(slots=True)
@@ -18,12 +20,18 @@ class PrefillHandoff:
 
     request: RequestId
     transfer: TransferId
+    prompt: Prompt
     finished: bool = False
     """The request has ended, and its blocks are held for the peer."""
     withdrawn_reason: str = ""
     """Why no decode engine will take it. If it is set while the request runs, it is withdrawn when the request ends."""
     released_by: int = 0
     """The number of ranks that have released its blocks."""
+
+
+def is_for(params: HandoffParams, prompt: Prompt) -> bool:
+    """Returns whether prefill's parameters say that they are for this very prompt."""
+    return (params.remote_prompt_tokens, params.remote_prompt_digest) == (prompt.num_tokens, prompt.digest.hex())
 
 
 @dataclass(slots=True)
@@ -35,6 +43,9 @@ class DecodeHandoff:
     engine: EngineId
     incarnation: Incarnation | None
     num_tokens: int
+    prompt: StatedPrompt
+    expected_tokens: int
+    """How many tokens prefill hands over of a prompt of this length."""
     policy: FailurePolicy
     kept_alive: bool = False
     """The worker halves keep the prefill side's grant alive."""
@@ -96,4 +107,5 @@ def joined(ranks: Sequence[Landed]) -> Landed:
         verified_cells=sum(one.verified_cells for one in ranks),
         note=next((one.note for one in ranks if one.note), b""),
         grant_s=max(one.grant_s for one in ranks),
+        difference=next((one.difference for one in ranks if one.difference), ""),
     )

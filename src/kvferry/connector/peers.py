@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from kvferry.ids import EngineId, Incarnation
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["PeerBoard", "PeerStatus", "PeerView"]
 
@@ -25,6 +26,8 @@ class PeerView:
     status: PeerStatus
     reason: str = ""
     incarnation: Incarnation | None = None
+    protocol: int = PROTOCOL_MAX
+    """The protocol version that is spoken with an accepted peer."""
 
 
 class PeerBoard(Protocol):

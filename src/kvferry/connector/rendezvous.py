@@ -146,7 +146,7 @@ class Rendezvous:
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:
     if peer.state is PeerState.ACCEPTED:
         if incarnation is None or incarnation == peer.incarnation:
-            return PeerView(PeerStatus.ACCEPTED, incarnation=peer.incarnation)
+            return PeerView(PeerStatus.ACCEPTED, incarnation=peer.incarnation, protocol=peer.protocol)
         return PeerView(
             PeerStatus.REFUSED,
             f"engine {engine!r} has restarted since it computed the prompt (it was {incarnation!r}, and is "

@@ -18,9 +18,11 @@ from kvferry.connector.entries import (
     OrdersBuilder,
     OutcomeBuilder,
     PrefillHandoff,
+    is_for,
     joined,
 )
 from kvferry.connector.peers import PeerBoard, PeerStatus
+from kvferry.handoff.binding import too_old
 from kvferry.handoff.orders import (
     Cancel,
     Fetch,
@@ -32,9 +34,11 @@ from kvferry.handoff.orders import (
 )
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.settings import FailurePolicy, FerrySettings, TransferMode
-from kvferry.wire.first_token import FirstToken, encode_first_token
+from kvferry.settings import FailurePolicy, FerrySettings, OlderPeers, TransferMode
+from kvferry.wire.first_token import FirstToken, encode_first_token, first_token_of
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
+from kvferry.wire.versions import BINDING
 
 __all__ = ["HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
 
@@ -106,20 +110,40 @@ class HandoffScheduler:
         if transfer in self._by_transfer:
             self._duplicates[request.request_id] = f"transfer id {transfer!r} is in use here: one dispatch, one id"
             return
-        target = self.handoff_tokens(request.num_prompt_tokens)
+        target = expected = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
             target = min(target, params.remote_num_tokens)
+        prompt = Prompt.of(request.prompt_token_ids, request.salt)
         entry = DecodeHandoff(
             request=request.request_id,
             transfer=transfer,
             engine=EngineId(str(params.remote_engine_id)),
             incarnation=Incarnation(params.remote_incarnation) if params.remote_incarnation else None,
             num_tokens=target,
+            # Parameters that name this very prompt need no links: either prefill says the same, or nothing is taken.
+            prompt=prompt.stated(params.remote_prompt_tokens, links=not is_for(params, prompt)),
+            expected_tokens=expected,
             policy=self._policy(request),
         )
         self._decoding[request.request_id] = entry
         self._by_transfer[transfer] = entry
         self._find_peer(entry, params)
+
+    def carried_first_token(self, request: RequestView) -> FirstToken | None:
+        """Return the first token in the request's parameters, if they are for this very prompt (R51).
+
+        Older releases state no digest. Then the number of tokens must be the expected one, or the setting refuses it.
+        """
+        entry, params = self._decoding.get(request.request_id), request.handoff
+        if entry is None or params is None:
+            return None
+        stated = (params.remote_prompt_tokens, params.remote_prompt_digest)
+        if stated == (None, None):
+            counted = self._settings.transfer.older_peers is OlderPeers.COUNT
+            same = counted and params.remote_num_tokens == entry.expected_tokens
+        else:
+            same = any((num, digest.hex()) == stated for num, digest in entry.prompt.marks[:1])
+        return first_token_of(params) if same else None
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:
         """Return how many tokens after `num_cached_tokens` the prefill engine brings, or to wait for the handshake."""
@@ -142,6 +166,9 @@ class HandoffScheduler:
             entry.kept_alive = True
             assert view.incarnation is not None, "an accepted peer has an incarnation"
             self._next.keep_alive.append(KeepAlive(entry.transfer, entry.engine, view.incarnation))
+        older = view.status is PeerStatus.ACCEPTED and view.protocol < BINDING
+        if older and self._settings.transfer.older_peers is OlderPeers.REFUSE:
+            return PeerStatus.REFUSED, too_old(entry.engine, view.protocol)
         return view.status, view.reason
 
     def _policy(self, request: RequestView) -> FailurePolicy:
@@ -186,6 +213,8 @@ class HandoffScheduler:
                 tables=tuple(tables),
                 wanted=wanted,
                 deadline_s=self._settings.transfer.deadline_s,
+                prompt=entry.prompt,
+                expected_tokens=entry.expected_tokens,
             )
         )
 
@@ -213,7 +242,8 @@ class HandoffScheduler:
             if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
                 # One dispatch has one id: the requested one was withdrawn, or belongs to another request.
                 transfer = TransferId(f"{self._identity.engine}-{secrets.token_hex(8)}")
-            entry = PrefillHandoff(request.request_id, transfer)
+            prompt = Prompt.of(request.prompt_token_ids, request.salt)
+            entry = PrefillHandoff(request.request_id, transfer, prompt)
             self._prefilling[request.request_id] = entry
             self._by_transfer[transfer] = entry
         self._next.offer[entry.transfer] = Offer(
@@ -223,6 +253,7 @@ class HandoffScheduler:
             ready=TokenRange(0, num_tokens),
             final=final,
             note=note,
+            prompt=entry.prompt,
         )
         return entry
 
@@ -297,6 +328,8 @@ class HandoffScheduler:
             remote_block_ids=[[int(block) for block in table.block_ids] for table in tables],
             remote_block_first_tokens=[table.first_token for table in tables],
             remote_num_tokens=num_tokens,
+            remote_prompt_tokens=entry.prompt.num_tokens,
+            remote_prompt_digest=entry.prompt.digest.hex(),
             tp_size=self._identity.tp_size,
             pp_size=self._identity.pp_size,
             first_token=first_token.token if first_token else None,

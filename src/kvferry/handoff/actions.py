@@ -8,6 +8,7 @@ from kvferry.ids import EngineId, Incarnation, PeerName, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import Message, Wrote
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["Action", "Disconnect", "LayoutQueries", "MachineLimits", "Peer", "Post", "PostId", "Send"]
 
@@ -22,6 +23,8 @@ class Peer:
     engine: EngineId
     incarnation: Incarnation
     rank: int
+    protocol: int = PROTOCOL_MAX
+    """The protocol version that was agreed on with the engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from kvferry.handshake.peer_table import PeerAccepted, PeerGone
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import TransferMode
+from kvferry.wire.prompt_digest import Prompt, StatedPrompt
 
 __all__ = [
     "Cancel",
@@ -44,6 +45,8 @@ class Offer:
     """Nothing more will be computed: `ready` is the exact range of the hand-off."""
     note: bytes = b""
     """Opaque bytes, at most 4 KiB, delivered to decode with the final message (Landed.note)."""
+    prompt: Prompt | None = None
+    """The whole prompt, to its last token, also while less of it is ready (R51). None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,11 @@ class Fetch:
     then prefill gets its blocks back at once."""
     deadline_s: float
     """The number of seconds from now after which it fails, whatever it waits for."""
+    prompt: StatedPrompt | None = None
+    """What prefill is told of the prompt, so that it hands over nothing of another one (R51). None: not known."""
+    expected_tokens: int | None = None
+    """How many tokens prefill hands over of a prompt of this length: all that can be compared with a peer that does not
+    compare prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +138,12 @@ class Landed:
     verified_cells: int = 0
     """How many cells of KV were compared with prefill's by digest."""
     note: bytes = b""
-    """Offer.note as the peer sent it: hostile until decoded."""
+    """Offer.note as the peer sent it: hostile until decoded. Empty if `difference` is not."""
     grant_s: float = 0.0
     """The seconds from the fetch order until every prefill rank had granted (pull), or held our grant (push)."""
+    difference: str = ""
+    """How prefill's prompt differs from ours, with the remedy; "" if it is the same. If it differs, `arrived` is at
+    most what they have in common, and the first token that prefill chose is not for our prompt (R51)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from kvferry.wire.handoff_messages import (
     Stopped,
     Wrote,
 )
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["RankProtocol"]
 
@@ -51,7 +52,7 @@ class RankProtocol:
         self._incarnation = incarnation
         self._engines: dict[EngineId, tuple[Peer, ...]] = {}
         self._peers: dict[PeerName, Peer] = {}
-        self.prefill = PrefillMachine(settings, prefill_queries, limits)
+        self.prefill = PrefillMachine(settings, prefill_queries, limits, whole_prefix=whole_prefix)
         self.decode = DecodeMachine(
             settings, decode_queries, self._ranks_of, num_ranks=num_ranks, whole_prefix=whole_prefix
         )
@@ -62,15 +63,23 @@ class RankProtocol:
 
     # ---- peers
 
-    def peer_accepted(self, engine: EngineId, incarnation: Incarnation, num_ranks: int, now_s: float) -> None:
-        """An engine was accepted. Any other incarnation of it is gone from now on (I6)."""
+    def peer_accepted(
+        self,
+        engine: EngineId,
+        incarnation: Incarnation,
+        num_ranks: int,
+        now_s: float,
+        *,
+        protocol: int = PROTOCOL_MAX,
+    ) -> None:
+        """An engine was accepted, to speak this version. Any other incarnation of it is gone from now on (I6)."""
         known = self._engines.get(engine)
         if known is not None and known[0].incarnation == incarnation:
             return
         if known is not None:
             self.peer_gone(engine, known[0].incarnation, "it has restarted", now_s)
         peers = tuple(
-            Peer(peer_name(engine, incarnation, rank), engine, incarnation, rank) for rank in range(num_ranks)
+            Peer(peer_name(engine, incarnation, rank), engine, incarnation, rank, protocol) for rank in range(num_ranks)
         )
         self._engines[engine] = peers
         for peer in peers:

@@ -187,7 +187,8 @@ class Handshaker:
                 )
             if known.paired and known.incarnation == accepted.incarnation:
                 return  # both sides asked, or one side asked again: the peer is already in use
-            self._accepted.append(PeerAccepted(accepted.engine, accepted.incarnation, encode_hello(accepted.hello)))
+            hello = encode_hello(accepted.hello)
+            self._accepted.append(PeerAccepted(accepted.engine, accepted.incarnation, hello, accepted.protocol))
         logger.info(
             "handshake accepted peer=%s incarnation=%s address=%s protocol=%s verdict=%s notes=%s",
             accepted.engine,

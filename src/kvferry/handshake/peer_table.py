@@ -18,6 +18,7 @@ from enum import StrEnum
 
 from kvferry.errors import ConfigError
 from kvferry.ids import EngineId, Incarnation
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["BackOff", "Peer", "PeerAccepted", "PeerGone", "PeerState", "PeerTable", "SenderCheck"]
 
@@ -93,6 +94,8 @@ class PeerAccepted:
     incarnation: Incarnation
     hello: bytes
     """The peer's payload (wire.hello), decoded, checked and paired, and encoded again in our newest version."""
+    protocol: int = PROTOCOL_MAX
+    """The version in which hand-off messages are exchanged with this peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import msgspec
 
 from kvferry.errors import MalformedMessage
 from kvferry.layout.blocks import BlockTable
+from kvferry.wire.prompt_digest import StatedPrompt
 
 __all__ = [
     "MAX_DIGEST_BYTES",
@@ -65,6 +66,7 @@ _Id = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Same = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Seq = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 _Ttl = Annotated[float, msgspec.Meta(gt=0, le=86400.0)]
@@ -102,6 +104,8 @@ class Claim(_Message, frozen=True, kw_only=True, gc=False, tag="claim"):
     stop: _Tokens
     seq: _Seq
     """Returned as Ready.ack: decode counts its lease from when it sent the claim with this number."""
+    prompt: StatedPrompt | None = None
+    """The prompt that decode asks for; None before protocol version 4."""
 
 
 class Register(_Message, frozen=True, kw_only=True, gc=False, tag="register"):
@@ -113,6 +117,8 @@ class Register(_Message, frozen=True, kw_only=True, gc=False, tag="register"):
     stop: _Tokens
     tables: _Tables
     ttl_s: _Ttl
+    prompt: StatedPrompt | None = None
+    """The prompt that decode asks for; None before protocol version 4."""
 
 
 class Confirm(_Message, frozen=True, kw_only=True, gc=False, tag="confirm"):
@@ -151,6 +157,10 @@ class Ready(_Message, frozen=True, kw_only=True, gc=False, tag="ready"):
     ack: _Seq = 0
     digest: _Digest = b""
     note: _Note = b""
+    same_tokens: _Same = -1
+    """How many leading tokens of the two prompts are the same; `stop` is not above it. -1: they were not compared."""
+    same_prompt: bool = False
+    """True if the prompts are the same to the end of both: only then is `note` for decode's prompt."""
 
 
 class Wrote(_Message, frozen=True, kw_only=True, gc=False, tag="wrote"):
@@ -169,6 +179,9 @@ class Wrote(_Message, frozen=True, kw_only=True, gc=False, tag="wrote"):
     num_runs: _Count = 0
     digest: _Digest = b""
     note: _Note = b""
+    same_tokens: _Same = -1
+    """As in Ready."""
+    same_prompt: bool = False
 
 
 class Fail(_Message, frozen=True, kw_only=True, gc=False, tag="fail"):

@@ -85,7 +85,7 @@ _decoder_v2 = msgspec.msgpack.Decoder(_HelloV2)
 
 
 def encode_hello(hello: Hello, protocol: int = PROTOCOL_MAX) -> bytes:
-    """Returns the payload as msgpack, in the schema of that protocol version (2 and 3 have the same).
+    """Returns the payload as msgpack, in the schema of that protocol version (2 and later ones have the same).
 
     Version 1 leaves out what its schema cannot express.
     """

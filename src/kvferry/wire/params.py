@@ -39,6 +39,11 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Fal
     """The absolute position of the first token of each list above."""
     remote_num_tokens: int | None = None
     """The number n of prompt tokens whose KV prefill computed and offers: [0, n)."""
+    remote_prompt_tokens: int | None = None
+    """The length of the prompt that prefill computed, with what it leaves to decode."""
+    remote_prompt_digest: str | None = None
+    """The digest of that prompt (wire.prompt_digest), in hexadecimal. It is a hint: prefill compares the prompts itself
+    before it hands anything over. Only for `first_token`, which is of no use to another prompt, is it all there is."""
     tp_size: int | None = None
     pp_size: int | None = None
     first_token: int | None = None

@@ -8,14 +8,30 @@ from dataclasses import dataclass
 
 from kvferry.errors import ConfigError
 
-__all__ = ["HISTORY", "PROTOCOL_MAX", "PROTOCOL_MIN", "ProtocolRange", "common_protocol", "protocol_range"]
+__all__ = [
+    "BINDING",
+    "DOORBELL",
+    "HISTORY",
+    "PROTOCOL_MAX",
+    "PROTOCOL_MIN",
+    "ProtocolRange",
+    "common_protocol",
+    "protocol_range",
+]
 
 HISTORY: dict[int, str] = {
     1: "payload: ranks are maps with a transport name each; there are no capabilities",
     2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are added",
     3: "hand-off messages: renewals and their acknowledgements may name their sender's doorbell",
+    4: "hand-off messages: claims and registrations state the prompt, and grants and writes say how far it is the same",
 }
 """Maps each version to what it changed, one line per version. The meaning of a line never changes."""
+
+DOORBELL = 3
+"""The first version in which renewals name doorbells."""
+
+BINDING = 4
+"""The first version in which hand-offs are bound to their tokens (R51)."""
 
 PROTOCOL_MIN = min(HISTORY)
 """The oldest version that this code still speaks."""

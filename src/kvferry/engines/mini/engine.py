@@ -47,7 +47,7 @@ from kvferry.engines.mini.speculation.rejection import verify
 from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.errors import RanksLost, RequestError, RequestTooLong
 from kvferry.ids import RequestId
-from kvferry.wire.first_token import FirstToken, first_token_of
+from kvferry.wire.first_token import FirstToken
 
 __all__ = ["Engine", "EngineSettings", "EngineStats"]
 
@@ -157,11 +157,12 @@ class Engine:
         answer = Answer(spec.sampling, Detokenizer(self.tokenizer, prompt), self._eos, max_tokens)
         request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
         self._number += 1
-        if request.from_remote and spec.handoff is not None:
-            request.first_token = self._handoff_results.checked(first_token_of(spec.handoff), request)
         self._requests[spec.request_id] = request
         if self._connector is not None:
             self._connector.on_new_request(request)
+            if request.from_remote:
+                carried = self._connector.carried_first_token(request)
+                request.first_token = self._handoff_results.checked(carried, request)
         elif request.from_remote:
             request.handoff_over = True
             request.reason = "this engine has no connector"

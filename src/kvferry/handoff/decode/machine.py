@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.handoff.actions import LayoutQueries, Peer, PostId, Send
 from kvferry.handoff.decode.outgoing import Outgoing
-from kvferry.handoff.decode.receive import Receive, Source
+from kvferry.handoff.decode.receive import Receive, Source, nothing_arrived
 from kvferry.handoff.decode.wind_down import WindDown
 from kvferry.handoff.keep_alives import KeepAlives
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
@@ -52,6 +52,7 @@ class DecodeMachine:
         whole_prefix: bool = True,
     ) -> None:
         self._lease = settings.lease
+        self._older_peers = settings.transfer.older_peers
         self._queries = queries
         self._ranks_of = ranks_of
         self._receives: dict[TransferId, Receive] = {}
@@ -82,11 +83,9 @@ class DecodeMachine:
             self.num_ignored += 1
             return
         self._keep_alives.end(order.transfer)
-        peers = self._ranks_of(order.engine, order.incarnation)
-        if peers is None:
+        if (peers := self._ranks_of(order.engine, order.incarnation)) is None:
             reason = f"prefill engine {order.engine!r} is not known, or has restarted"
-            start = order.wanted.start
-            self.failed.append(Failed(order.transfer, order.request, reason, TokenRange(start, start)))
+            self.failed.append(nothing_arrived(order, reason))
             self.released.append(order.transfer)
             return
         receive = Receive(order, now_s, now_s + order.deadline_s)
@@ -338,16 +337,19 @@ class DecodeMachine:
             return
         fetch = receive.fetch
         start, stop = fetch.wanted.start, min(fetch.wanted.stop, source.ready_stop)
-        if source.digest and stop > start:
-            tokens = TokenRange(start, stop)
-            cells = self._queries.check(fetch.transfer, source.peer, fetch.tables, tokens, source.digest)
-            if cells < 0:
-                receive.arrived = TokenRange(start, start)
-                if not receive.pull:
-                    SOURCE.move(source, SourceEvent.STOP)
-                self._wind_down.fail(receive, f"what prefill rank {source.peer.rank} sent is not what arrived", now_s)
-                return
-            receive.verified_cells += cells
+        reason = source.unbound_reason(fetch, self._older_peers)
+        if source.digest and stop > start and not reason:
+            cells = self._queries.check(
+                fetch.transfer, source.peer, fetch.tables, TokenRange(start, stop), source.digest
+            )
+            receive.verified_cells += max(0, cells)
+            reason = f"what prefill rank {source.peer.rank} sent is not what arrived" if cells < 0 else ""
+        if reason:
+            receive.arrived = TokenRange(start, start)
+            if not receive.pull:
+                SOURCE.move(source, SourceEvent.STOP)
+            self._wind_down.fail(receive, reason, now_s)
+            return
         SOURCE.move(source, SourceEvent.COMPLETE)
         source.arrived_to = max(stop, start)
         self._outgoing.confirm(receive, source.peer)

@@ -8,16 +8,27 @@ from kvferry.ids import TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.transport.base import Operation
 from kvferry.wire.handoff_messages import MAX_REASON_CHARS, Claim, Confirm, Drop, Register, Revoke, to_wire
+from kvferry.wire.prompt_digest import StatedPrompt
+from kvferry.wire.versions import BINDING
 
 __all__ = ["make_claim", "make_confirm", "make_drop", "make_read", "make_register", "make_revoke"]
 
 
 def make_claim(fetch: Fetch, peer: Peer, num_ranks: int, seq: int) -> Claim:
     """Returns the message that asks to read (pull)."""
-    wanted = fetch.wanted
     return Claim(
-        to=peer.incarnation, transfer=fetch.transfer, ranks=num_ranks, start=wanted.start, stop=wanted.stop, seq=seq
+        to=peer.incarnation,
+        transfer=fetch.transfer,
+        ranks=num_ranks,
+        start=fetch.wanted.start,
+        stop=fetch.wanted.stop,
+        seq=seq,
+        prompt=_prompt(fetch, peer),
     )
+
+
+def _prompt(fetch: Fetch, peer: Peer) -> StatedPrompt | None:
+    return fetch.prompt if peer.protocol >= BINDING else None
 
 
 def make_register(fetch: Fetch, peer: Peer, num_ranks: int, ttl_s: float) -> Register:
@@ -30,6 +41,7 @@ def make_register(fetch: Fetch, peer: Peer, num_ranks: int, ttl_s: float) -> Reg
         stop=fetch.wanted.stop,
         tables=to_wire(fetch.tables),
         ttl_s=ttl_s,
+        prompt=_prompt(fetch, peer),
     )
 
 

@@ -7,15 +7,16 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.handoff.actions import LayoutQueries, Peer, PostId
-from kvferry.handoff.orders import Fetch, Landed
+from kvferry.handoff.binding import counts_differ, prompts_differ, too_old
+from kvferry.handoff.orders import Failed, Fetch, Landed
 from kvferry.handoff.parts import Cutter, Part
 from kvferry.handoff.transitions import SETTLED, SOURCE, ReceiveState, SourceEvent, SourceState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.layout.blocks import BlockTable, TokenRange
-from kvferry.settings import LeaseSettings, TransferMode
+from kvferry.settings import LeaseSettings, OlderPeers, TransferMode
 from kvferry.wire.handoff_messages import Ready, Wrote, from_wire
 
-__all__ = ["Receive", "Source"]
+__all__ = ["Receive", "Source", "nothing_arrived"]
 
 _NEVER = float("inf")
 
@@ -41,6 +42,9 @@ class Source:
     """Prefill will compute no more: `ready_stop` is where its tokens end."""
     digest: bytes = b""
     note: bytes = b""
+    same_tokens: int = -1
+    """How many leading tokens of prefill's prompt are ours, as prefill says; -1: it did not compare."""
+    same_prompt: bool = False
     arrived: dict[int, int] = field(default_factory=dict)
     """Parts that are here and do not yet continue `arrived_to`: start to stop."""
     arrived_to: int = 0
@@ -82,7 +86,7 @@ class Source:
     def extend(self, message: Ready, fetch: Fetch, queries: LayoutQueries, ttl_s: float) -> None:
         """Pull: takes over what prefill says is ready, and cuts what is new into parts to read."""
         self.tables, self.ready_stop, self.final = from_wire(message.tables), message.stop, message.final
-        self.digest, self.note = message.digest, message.note
+        self._describe(message)
         self.todo.extend(
             self.cutter.cut(
                 self.peer,
@@ -93,6 +97,29 @@ class Source:
                 ttl_s=ttl_s,
             )
         )
+
+    def complete(self, message: Wrote) -> None:
+        """Push: takes over what the last part says of all of them."""
+        self.num_parts, self.final, self.ready_stop = message.parts, True, message.stop
+        self._describe(message)
+
+    def _describe(self, message: Ready | Wrote) -> None:
+        self.digest, self.note, self.same_prompt = message.digest, message.note, message.same_prompt
+        self.same_tokens = message.same_tokens
+
+    def unbound_reason(self, fetch: Fetch, older_peers: OlderPeers) -> str:
+        """Returns why nothing can be taken from a peer that did not compare prompts; "" if it did, or numbers agree."""
+        if self.same_tokens >= 0:
+            return ""
+        if older_peers is OlderPeers.REFUSE:
+            return too_old(self.peer.engine, self.peer.protocol)
+        expected = fetch.wanted.stop if fetch.expected_tokens is None else fetch.expected_tokens
+        return "" if self.ready_stop == expected else counts_differ(self.ready_stop, expected)
+
+    @property
+    def difference(self) -> str:
+        """How prefill's prompt differs from ours, as far as it was compared; "" if it does not."""
+        return "" if self.same_prompt or self.same_tokens < 0 else prompts_differ(self.same_tokens)
 
     def arrive(self, start: int, stop: int) -> None:
         """Records that tokens [start, stop) are here; parts may come in any order."""
@@ -137,11 +164,11 @@ class Receive:
     def add_part(self, source: Source, message: Wrote) -> None:
         """Push: counts a part that is in our memory; the last one says how many there are."""
         source.parts.add(message.part)
+        source.same_tokens = message.same_tokens
         self.num_bytes += message.num_bytes
         self.num_runs += message.num_runs
         if message.parts:
-            source.num_parts, source.final, source.ready_stop = message.parts, True, message.stop
-            source.digest, source.note = message.digest, message.note
+            source.complete(message)
         else:
             source.arrive(message.start, message.stop)
 
@@ -169,7 +196,8 @@ class Receive:
     def what_arrived(self, *, whole_prefix: bool) -> TokenRange:
         """Returns what of a failed hand-off is here from every prefill rank, and may be used."""
         start = self.fetch.wanted.start
-        if self.arrived is not None or not whole_prefix:
+        bound = all(source.same_tokens >= 0 for source in self.sources.values())
+        if self.arrived is not None or not whole_prefix or not bound:
             return self.arrived or TokenRange(start, start)
         stop = min((source.arrived_to for source in self.sources.values()), default=start)
         return TokenRange(start, max(start, min(stop, self.fetch.wanted.stop)))
@@ -178,6 +206,7 @@ class Receive:
         """Returns the report of its success."""
         sources = self.sources.values()
         stop = min((source.arrived_to for source in sources), default=self.fetch.wanted.stop)
+        difference = next((source.difference for source in sources if source.difference), "")
         return Landed(
             transfer=self.fetch.transfer,
             request=self.fetch.request,
@@ -186,6 +215,12 @@ class Receive:
             num_runs=self.num_runs,
             transfer_s=now_s - self.begun_s,
             verified_cells=self.verified_cells,
-            note=next((source.note for source in sources if source.note), b""),
+            note=b"" if difference else next((source.note for source in sources if source.note), b""),
             grant_s=max(0.0, self.granted_s - self.begun_s),
+            difference=difference,
         )
+
+
+def nothing_arrived(order: Fetch, reason: str) -> Failed:
+    """Returns the report of a fetch that failed before it began."""
+    return Failed(order.transfer, order.request, reason, TokenRange(order.wanted.start, order.wanted.start))

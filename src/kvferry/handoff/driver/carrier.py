@@ -16,6 +16,7 @@ from kvferry.handoff.driver.mover import Moved, Mover
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.transport.base import Transport, WakeAddress
 from kvferry.wire.handoff_messages import Renew, RenewAck, frames, with_bell
+from kvferry.wire.versions import DOORBELL
 
 __all__ = ["Carrier"]
 
@@ -92,9 +93,10 @@ class Carrier:
 
     def _send(self, action: Send) -> None:
         peer, message = action.peer, action.message
-        if isinstance(message, Renew | RenewAck) and not message.seq and self.wake_address is not None:
+        address = self.wake_address if peer.protocol >= DOORBELL else None
+        if isinstance(message, Renew | RenewAck) and not message.seq and address is not None:
             # The first message that each sends to the other.
-            message = with_bell(message, self.wake_address.port, self.wake_address.token)
+            message = with_bell(message, address.port, address.token)
         try:
             if self._connections.connect(peer.name):
                 for frame in frames(message):

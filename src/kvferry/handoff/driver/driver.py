@@ -252,7 +252,7 @@ class Driver:
         if new is None:
             return
         self._connections.add(new.links)
-        self._protocol.peer_accepted(new.engine, new.incarnation, len(new.links), now_s)
+        self._protocol.peer_accepted(new.engine, new.incarnation, len(new.links), now_s, protocol=accepted.protocol)
         self._carrier.act()
         self._forget(() if known is None else known.links)
         logger.info("peer introduced peer=%s/%s ranks=%d", new.engine, new.incarnation, len(new.links))

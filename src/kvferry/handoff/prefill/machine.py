@@ -25,7 +25,6 @@ from kvferry.handoff.prefill.grant import Consumer, Grant
 from kvferry.handoff.prefill.messages import make_fail, make_ready, make_stopped, make_write, make_wrote_nothing
 from kvferry.handoff.transitions import CONSUMER, GRANT, ConsumerEvent, ConsumerState, GrantEvent, GrantState
 from kvferry.ids import PeerName, TransferId
-from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FerrySettings
 from kvferry.wire.handoff_messages import (
     MAX_NOTE_BYTES,
@@ -47,8 +46,18 @@ _NEVER = float("inf")
 class PrefillMachine:
     """All grants of one prefill rank. No I/O: methods take the time, and leave actions in `actions`."""
 
-    def __init__(self, settings: FerrySettings, queries: LayoutQueries, limits: MachineLimits | None = None) -> None:
+    def __init__(
+        self,
+        settings: FerrySettings,
+        queries: LayoutQueries,
+        limits: MachineLimits | None = None,
+        *,
+        whole_prefix: bool = True,
+    ) -> None:
+        """`whole_prefix` says that any part of a prompt is of use: all cache groups keep every token."""
         self._lease = settings.lease
+        self._older_peers = settings.transfer.older_peers
+        self._whole_prefix = whole_prefix
         self._deadline_s = settings.transfer.deadline_s
         self._queries = queries
         self._limits = limits or MachineLimits()
@@ -80,6 +89,7 @@ class PrefillMachine:
             now_s + (self._unclaimed_s if self._draining else self._lease.ttl_s) if order.final else _NEVER
         )
         grant.tables, grant.ready, grant.final = order.tables, order.ready, order.final
+        grant.prompt = order.prompt
         # A longer one would be refused by every peer, and the whole message with it.
         grant.note = order.note if len(order.note) <= MAX_NOTE_BYTES else b""
         for consumer in list(grant.consumers.values()):
@@ -136,7 +146,7 @@ class PrefillMachine:
         consumer = grant.consumers.get(peer.rank)
         if consumer is None:
             consumer = self._join(grant, peer, push=False)
-            consumer.start, consumer.stop = message.start, message.stop
+            consumer.start, consumer.stop, consumer.prompt = message.start, message.stop, message.prompt
         if consumer.state is ConsumerState.GONE or grant.state is GrantState.WITHDRAWN:
             self._refuse(peer, message.transfer, grant.end_reason or "its claim has ended")
         elif consumer.state is ConsumerState.ACTIVE and not consumer.push:
@@ -156,7 +166,7 @@ class PrefillMachine:
                 self._heartbeats.renew_now(peer, grant.transfer, now_s)
             return
         consumer = self._join(grant, peer, push=True)
-        consumer.start, consumer.stop = message.start, message.stop
+        consumer.start, consumer.stop, consumer.prompt = message.start, message.stop, message.prompt
         consumer.cutter.next_token = message.start
         consumer.tables, consumer.ttl_s = from_wire(message.tables), message.ttl_s
         consumer.until_s = now_s + message.ttl_s
@@ -367,11 +377,10 @@ class PrefillMachine:
         """Brings an active consumer up to what is ready."""
         if grant.state is GrantState.AWAITED:
             return
+        if reason := consumer.obstacle(grant, self._older_peers, whole_prefix=self._whole_prefix):
+            self._fail(grant, consumer, reason)
+            return
         if consumer.push:
-            if grant.ready.start > consumer.start:
-                have, asked = grant.ready.start, consumer.start
-                self._fail(grant, consumer, f"prefill has tokens from {have}, {asked} was asked for")
-                return
             consumer.cut(grant, self._queries)
             self._start_writes(grant, consumer, now_s)
             return
@@ -381,7 +390,7 @@ class PrefillMachine:
         self.actions.append(Send(consumer.peer, make_ready(grant, consumer, self._lease.ttl_s, digest)))
 
     def _digest(self, grant: Grant, consumer: Consumer, last: bool) -> bytes:
-        tokens = TokenRange(consumer.start, min(consumer.stop, grant.ready.stop))
+        tokens = consumer.range(grant)
         if not last or grant.ready.start > tokens.start or not len(tokens):
             return b""
         return self._queries.digest(grant.transfer, consumer.peer, grant.tables, tokens)

@@ -77,6 +77,10 @@ class Request:
     num_in_flight_tokens: int = 0
     max_tokens: int = 16
     skips_cache: bool = False
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Any = None
+    prompt_embeds: Any = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids)

@@ -83,7 +83,9 @@ class HandoffResults:
             self._restart(request)
             return
         size = self._scheduler.block_tokens
-        arrived = min(failed.arrived.stop, request.num_prompt_tokens - 1) // size * size
+        # What a drafter keeps of the last tokens depends on tokens that did not arrive.
+        usable = min(failed.arrived.stop - self._scheduler.trailing_dependency, request.num_prompt_tokens - 1)
+        arrived = usable // size * size
         if failed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
             request.num_handed_over = arrived - request.num_cached
@@ -113,16 +115,20 @@ class HandoffResults:
         if request.state is not State.WAITING_FOR_KV:
             return  # its whole prompt was in our prefix cache, so it did not wait
         request.handoff_open, request.handoff_over = False, True
-        if request.first_token is None and landed.note:
+        if landed.difference:
+            request.first_token = None  # it follows another prompt, wherever it came from
+        elif request.first_token is None and landed.note:
             request.first_token = self.checked(_first_token_in(landed.note), request)
         arrived = min(landed.arrived.stop, request.num_prompt_tokens)
+        if landed.difference:
+            arrived -= self._scheduler.trailing_dependency  # a drafter's last slots have read the other prompt's tokens
         if landed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
         self._scheduler.remove(request)
         nothing_to_compute = request.num_computed == request.num_prompt_tokens and request.first_token is None
         if not self._scheduler.groups.all_full:
             if request.num_computed != request.remote_stop or nothing_to_compute:
-                request.reason = (
+                request.reason = landed.difference or (
                     f"prefill handed over {request.num_computed} tokens, after which decode cannot continue"
                 )
                 self._restart(request)
@@ -134,8 +140,10 @@ class HandoffResults:
         request.num_handed_over = request.num_computed - request.num_cached
         if request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
-            request.reason = self._scheduler.tail_reason(request) or (
-                f"prefill handed over all but the last {missing} prompt tokens"
+            request.reason = (
+                landed.difference
+                or self._scheduler.tail_reason(request)
+                or (f"prefill handed over all but the last {missing} prompt tokens")
             )
         self._scheduler.landed(request)
         if request.num_uncomputed == 0:

@@ -1,5 +1,6 @@
 """One request inside the engine: its tokens, blocks and progress, and where its prompt's KV came from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -119,6 +120,16 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """The length of the prompt."""
         return len(self.spec.prompt_token_ids)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+        return self.spec.prompt_token_ids
+
+    @property
+    def salt(self) -> str:
+        """What the KV depends on besides the tokens: nothing, in this engine."""
+        return ""
 
     @property
     def num_target_tokens(self) -> int:

@@ -68,7 +68,7 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._prefix_caching = prefix_caching
-        self._trailing_dependency = trailing_dependency
+        self.trailing_dependency = trailing_dependency
         self._slots_ahead = slots_ahead
         self._drafter_starts_cold = drafter_starts_cold
         self._connector = connector
@@ -201,7 +201,7 @@ class Scheduler:
     def remember(self, request: Request) -> None:
         """Enters the request's whole blocks, computed or landed, into the prefix cache."""
         if self._prefix_caching and request.blocks and not request.draft_cache_start:
-            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self._trailing_dependency)
+            num_tokens = verified_tokens(request.num_computed, len(request.tokens), self.trailing_dependency)
             if num_tokens // self.block_tokens > request.num_remembered:
                 chain_hashes(request.hashes, request.tokens, self.block_tokens)
                 self.groups.remember(request, num_tokens)
@@ -253,9 +253,9 @@ class Scheduler:
             else []
         )
         here = self.groups.find(usable)
-        if self._trailing_dependency and here.num_tokens:
+        if self.trailing_dependency and here.num_tokens:
             # What the drafter keeps of the last block depends on the tokens after it, which may differ here.
-            usable = usable[: max(0, (here.num_tokens - self._trailing_dependency) // self.block_tokens)]
+            usable = usable[: max(0, (here.num_tokens - self.trailing_dependency) // self.block_tokens)]
             here = self.groups.find(usable)
         if not asks:
             return here, Match(), None

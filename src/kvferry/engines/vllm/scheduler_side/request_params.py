@@ -4,8 +4,9 @@ Routers that were made for vLLM's own connectors need no change: the parameters 
 they name no transfer id (push with decode first), both sides derive the same one (wire.push_ids).
 """
 
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.params import HandoffParams
 from kvferry.wire.push_ids import ClientRequest, push_transfer_id
 
-__all__ = ["VllmRequest", "handoff_params", "parent_of"]
+__all__ = ["VllmRequest", "handoff_params", "parent_of", "salt_of", "tokens_of"]
 
 _CHOICE = re.compile(r"\d+_(?P<parent>(?:chatcmpl|cmpl)-.+)", re.DOTALL)
 
@@ -29,11 +30,38 @@ class VllmRequest:
     request_id: RequestId
     num_prompt_tokens: int
     handoff: HandoffParams | None
+    prompt_token_ids: Sequence[int] = ()
+    """All of them, with those of the back-off."""
+    salt: str = ""
     on_failure: FailurePolicy | None = None
 
     def without_handoff(self) -> "VllmRequest":
         """Returns the same request without a hand-off."""
         return replace(self, handoff=None)
+
+
+def tokens_of(request: Any) -> Sequence[int]:
+    """Returns a copy of a vLLM request's prompt; its length in zeros if it consists of embeddings (see `salt_of`)."""
+    tokens = request.prompt_token_ids
+    return [0] * int(request.num_prompt_tokens) if tokens is None else list(tokens)
+
+
+def salt_of(request: Any) -> str:
+    """Returns what the KV of a vLLM request depends on besides its tokens, as vLLM's own block hashes have it.
+
+    An adapter counts by name: its path may differ from one machine to the next.
+    """
+    parts: list[object] = []
+    if request.cache_salt:
+        parts.append(("cache_salt", request.cache_salt))
+    if request.lora_request is not None:
+        parts.append(("lora", request.lora_request.lora_name))
+    for feature in request.mm_features or ():
+        parts.append(("mm", feature.identifier, feature.mm_position.offset, feature.mm_position.length))
+    if request.prompt_embeds is not None:
+        body = request.prompt_embeds.detach().cpu().contiguous().flatten().numpy().tobytes()
+        parts.append(("embeds", hashlib.blake2b(body, digest_size=16).hexdigest()))
+    return repr(parts) if parts else ""
 
 
 def handoff_params(raw: Any, *, engine_id: str, request_id: str, mode: TransferMode) -> HandoffParams | None:

@@ -22,7 +22,7 @@ from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.engines.vllm.describe.block_tables import GroupForm, tables_of
 from kvferry.engines.vllm.scheduler_side.choices import Choices
 from kvferry.engines.vllm.scheduler_side.prefix_hits import take_prefix_hits
-from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params
+from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params, salt_of, tokens_of
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
@@ -137,6 +137,7 @@ class VllmScheduler:
             return
         if params is None or not (params.do_remote_decode or params.do_remote_prefill):
             return
+        prompt, salt = tokens_of(request), salt_of(request)
         if params.do_remote_decode:
             self._truncate(request)
         if self._choices.arrived(request_id) is not None:
@@ -144,7 +145,7 @@ class VllmScheduler:
         tokens = request.num_prompt_tokens
         if params.do_remote_prefill and tokens > self._backoff:
             tokens -= self._backoff
-        view = VllmRequest(RequestId(request_id), tokens, params)
+        view = VllmRequest(RequestId(request_id), tokens, params, prompt, salt)
         self._tracked[request_id] = _Tracked(view, request)
         self._half.on_new_request(view)
 
@@ -369,6 +370,7 @@ class VllmScheduler:
         sent: set[str] = set()
         for landed in outcome.landed:
             received.add(landed.request)
+            self._resume_after(landed)
             self._settle(landed.request)
             logger.debug(
                 "hand-off landed request=%s transfer=%s tokens=%d bytes=%d runs=%d ms=%.1f",
@@ -397,6 +399,28 @@ class VllmScheduler:
     def _settle(self, request_id: str) -> None:
         if (tracked := self._tracked.get(request_id)) is not None:
             tracked.settled = True
+
+    def _resume_after(self, landed: Landed) -> None:
+        """Lets vLLM compute what was matched and not handed over: prefill's prompt was another one, or shorter (R51).
+
+        Windows and states are those at the end of the match. Without that end they are of no use, so all is computed.
+        """
+        tracked = self._tracked.get(landed.request)
+        if tracked is None or landed.arrived.stop >= tracked.end:
+            return
+        logger.warning(
+            "hand-off is shorter than matched request=%s transfer=%s tokens=%d matched=%d cause=%s",
+            landed.request,
+            landed.transfer,
+            landed.arrived.stop,
+            tracked.end,
+            landed.difference or "prefill had no more",
+        )
+        if all(form.kind is CacheKind.FULL for form in self._forms):
+            tracked.request.num_computed_tokens = landed.arrived.stop
+        else:
+            self._free(self._manager.pop_blocks_for_free(tracked.request))  # they are ours again: it has landed
+            tracked.request.num_computed_tokens = 0
 
     def _take_blocks(self, failed: Failed) -> bool:
         """R28: a peer may still write into them, so they must not be freed with the request."""
