@@ -132,7 +132,7 @@ class _Swap:
         return self._ask(self._servers.decode, prompt, ANSWER_TOKENS, params)
 
     def _ask(self, url: str, prompt: Prompt, max_tokens: int, params: dict[str, Any] | None) -> Answer:
-        more = {} if params is None else {"kv_transfer_params": params}
+        more: dict[str, Any] = {} if params is None else {"kv_transfer_params": params}
         return complete(url, prompt, max_tokens=max_tokens, ignore_eos=True, timeout_s=120.0, model=self._servers.model,
                         **more)  # fmt: skip
 

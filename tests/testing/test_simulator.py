@@ -14,6 +14,7 @@ from kvferry.testing.simulator.scenario import make_scenario
 from kvferry.testing.simulator.shrink import failure_of, shrink, trace_of
 from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
+from kvferry.wire.versions import BINDING
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -33,6 +34,16 @@ def test_worlds_differ_as_they_should() -> None:
     for name in ("crashes", "pauses", "partitions"):
         assert sum(bool(getattr(scenario, name)) for scenario in scenarios) > 300, name
     assert sum(scenario.calm for scenario in scenarios) > 300
+    assert 200 < sum(scenario.protocol < BINDING for scenario in scenarios) < 1000
+    jobs = [job for scenario in scenarios for job in scenario.jobs]
+    assert 0.1 < sum(not job.same_prompt for job in jobs) / len(jobs) < 0.3
+    assert any(job.asked_tokens == job.num_tokens and not job.same_prompt for job in jobs)
+
+
+@pytest.mark.parametrize("name", ["binding-not-checked", "first-token-not-bound"])
+def test_a_handoff_that_is_not_bound_is_found_at_once(name: str) -> None:
+    """R51: within far fewer than 20,000 hand-offs."""
+    assert any(failure_of(make_scenario(seed), prepare_of(name)) for seed in range(30))
 
 
 def test_most_handoffs_land_and_a_seed_determines_everything() -> None:

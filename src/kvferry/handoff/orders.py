@@ -89,7 +89,7 @@ class Fetch:
     deadline_s: float
     """The number of seconds from now after which it fails, whatever it waits for."""
     prompt: StatedPrompt | None = None
-    """What prefill is told of the prompt, so that it hands over nothing of another one (R51). None: not known."""
+    """What prefill learns of the prompt, so that it hands over nothing of another one (R51). None: not known."""
     expected_tokens: int | None = None
     """How many tokens prefill hands over of a prompt of this length: all that can be compared with a peer that does not
     compare prompts."""

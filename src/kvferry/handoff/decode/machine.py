@@ -23,7 +23,7 @@ from kvferry.handoff.decode.receive import Receive, Source, nothing_arrived
 from kvferry.handoff.decode.wind_down import WindDown
 from kvferry.handoff.keep_alives import KeepAlives
 from kvferry.handoff.leases import Heartbeats, Timers, first_of
-from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Landed
+from kvferry.handoff.orders import Cancel, Fetch, KeepAlive, Landed
 from kvferry.handoff.transitions import RECEIVE, SETTLED, SOURCE, ReceiveEvent, ReceiveState, SourceEvent, SourceState
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import TokenRange

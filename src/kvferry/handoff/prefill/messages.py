@@ -35,7 +35,7 @@ def _agreed(consumer: Consumer) -> tuple[int, bool]:
 
 
 def _note(grant: Grant, consumer: Consumer) -> bytes:
-    """Returns the note, which is for the whole prompt: it goes to nobody who asks for another one."""
+    """Returns the note, which is for the whole prompt: it is not sent to a peer that asks for another one."""
     return grant.note if consumer.agreement is None or consumer.agreement.whole else b""
 
 

@@ -4,23 +4,28 @@ A mutant patches one RankProtocol that was just created; the product code knows 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 from kvferry.handoff.actions import Action, Post, Send
+from kvferry.handoff.orders import Offer
 from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.handoff.transitions import GrantState
 from kvferry.ids import PeerName
 from kvferry.wire.handoff_messages import Message, readdressed
+from kvferry.wire.prompt_digest import Agreement, Prompt, StatedPrompt
 
 __all__ = [
     "MUTANTS",
     "Mutant",
     "abort_releases_at_once",
+    "binding_not_checked",
     "completion_overwrites",
     "confirm_before_write",
     "failure_not_reported",
     "first_failed_rank_frees",
+    "first_token_not_bound",
     "free_while_writing",
     "old_incarnation",
     "scan_stops_at_live",
@@ -180,6 +185,35 @@ def old_incarnation(core: RankProtocol) -> None:
     _patch(core, "message", message)
 
 
+class _AnyPrompt(Prompt):
+    """A prompt that is the same as any other."""
+
+    def agreement(self, stated: StatedPrompt) -> Agreement:
+        """Says so."""
+        return Agreement(stated.num_tokens, whole=True)
+
+
+def binding_not_checked(core: RankProtocol) -> None:
+    """Prefill hands over what it has, for whatever prompt decode asks (R51)."""
+
+    def offer(original: Callable[..., None], order: Offer, now_s: float) -> None:
+        original(replace(order, prompt=_AnyPrompt(b"", b"", b"")), now_s)
+
+    _patch(core.prefill, "offer", offer)
+
+
+def first_token_not_bound(core: RankProtocol) -> None:
+    """Decode takes prefill's first token, also after a part of the prompt (R51)."""
+    decode = core.decode
+
+    def land(original: Callable[..., None], receive: Any, now_s: float) -> None:
+        original(receive, now_s)
+        if decode.landed[-1].difference:
+            decode.landed[-1] = replace(decode.landed[-1], note=b"note")
+
+    _patch(decode, "_land", land)
+
+
 def confirm_before_write(core: RankProtocol) -> None:
     """Prefill reports a write when it starts it, and decode confirms when it starts to read."""
 
@@ -231,5 +265,7 @@ MUTANTS: Mapping[str, Mutant] = {
         old_incarnation,
         confirm_before_write,
         abort_releases_at_once,
+        binding_not_checked,
+        first_token_not_bound,
     )
 }

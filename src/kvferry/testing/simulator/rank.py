@@ -162,7 +162,8 @@ class SimRank:
 
     def meet(self, engine: EngineId, incarnation: Incarnation, num_ranks: int) -> None:
         """Accepts a peer engine."""
-        self.core.peer_accepted(engine, incarnation, num_ranks, self.now_s())
+        protocol = self.world.scenario.protocol
+        self.core.peer_accepted(engine, incarnation, num_ranks, self.now_s(), protocol=protocol)
         for rank in range(num_ranks):
             name = peer_name(engine, incarnation, rank)
             self.away.pop(name, None)

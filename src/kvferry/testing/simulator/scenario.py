@@ -1,9 +1,10 @@
 """Describes one simulated world, and what goes wrong in it: plain values, all from one seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.settings import FerrySettings, LeaseSettings, TransferMode, TransferSettings
+from kvferry.wire.versions import BINDING, PROTOCOL_MAX
 
 __all__ = ["Crash", "Job", "Partition", "Pause", "Scenario", "make_scenario", "settings_of"]
 
@@ -19,7 +20,7 @@ class Job:
     num_tokens: int
     """The number of tokens that prefill computes and offers."""
     asked_tokens: int
-    """The number of tokens that decode asks for; sometimes more than prefill has."""
+    """The number of tokens that decode asks for; sometimes more or fewer than prefill has."""
     cached_tokens: int
     """The length of decode's own prefix hit."""
     chunks: int
@@ -41,6 +42,26 @@ class Job:
     """The router never dispatches it to prefill (push)."""
     retries: int = 0
     """When decode fails, it is dispatched again, under the same request id and a new transfer id."""
+    differs_at: int | None = None
+    """The first token that is another one in decode's prompt. None: one prompt begins with all of the other."""
+
+    @property
+    def common_tokens(self) -> int:
+        """The number of leading tokens that the two prompts have in common."""
+        shorter = min(self.num_tokens, self.asked_tokens)
+        return shorter if self.differs_at is None else min(shorter, self.differs_at)
+
+    @property
+    def same_prompt(self) -> bool:
+        """True if both engines were given the same prompt."""
+        return self.num_tokens == self.asked_tokens == self.common_tokens
+
+    @property
+    def prompts(self) -> tuple[list[int], list[int]]:
+        """The prompts of prefill and decode."""
+        first, common = self.number * 1000, self.common_tokens
+        ours = [first + token for token in range(self.num_tokens)]
+        return ours, [*ours[:common], *(first + 500 + token for token in range(common, self.asked_tokens))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +124,8 @@ class Scenario:
     """The share of transfers whose end is noticed late."""
     drift: float = 0.0
     """How much the rates of two clocks differ at most."""
+    protocol: int = PROTOCOL_MAX
+    """The version that all engines agree on. Before BINDING only the numbers of tokens can be compared."""
     verify: bool = False
     owes_all: bool = True
     """False if some rank pairs exchange nothing."""
@@ -148,7 +171,7 @@ def _some(rng: random.Random, often: float, most: float) -> float:
 
 def _job(rng: random.Random, number: int, num_prefill: int, num_decode: int, push: bool) -> Job:
     num_tokens = rng.choice((1, 2, 3, 4, 5, 6, 8))
-    asked = num_tokens if rng.random() < 0.93 else num_tokens + 1
+    asked, differs_at = _other_prompt(rng, num_tokens) if rng.random() < 0.2 else (num_tokens, None)
     cached = 0 if rng.random() < 0.6 else rng.randint(0, asked)
     return Job(
         number=number,
@@ -168,7 +191,14 @@ def _job(rng: random.Random, number: int, num_prefill: int, num_decode: int, pus
         lost_by_router=rng.random() < 0.02,
         never_prefilled=push and rng.random() < 0.03,
         retries=rng.choice((0, 0, 1, 2)),
+        differs_at=differs_at,
     )
+
+
+def _other_prompt(rng: random.Random, num_tokens: int) -> tuple[int, int | None]:
+    """Returns the length of another prompt than prefill's, and where it differs."""
+    asked = max(1, num_tokens + rng.choice((-2, -1, -1, 0, 0, 1, 1, 2)))
+    return asked, rng.randrange(asked) if asked == num_tokens or rng.random() < 0.5 else None
 
 
 def make_scenario(seed: int) -> Scenario:
@@ -177,7 +207,10 @@ def make_scenario(seed: int) -> Scenario:
     push = rng.random() < 0.5
     num_prefill, num_decode = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3))
     rough = rng.random() < 0.75
+    protocol = PROTOCOL_MAX if rng.random() < 0.85 else BINDING - 1
     jobs = tuple(_job(rng, n, num_prefill, num_decode, push) for n in range(rng.randint(8, 24)))
+    if protocol < BINDING:
+        jobs = tuple(replace(job, differs_at=None) for job in jobs)  # nothing but the length shows a difference
     crashes: list[Crash] = []
     pauses: list[Pause] = []
     partitions: list[Partition] = []
@@ -216,6 +249,7 @@ def make_scenario(seed: int) -> Scenario:
         hang=_some(rng, 0.2, 0.2) if rough else 0.0,
         late=_some(rng, 0.3, 0.3) if rough else 0.0,
         drift=rng.choice((0.0, 0.01, 0.1)),
+        protocol=protocol,
         verify=rng.random() < 0.2,
         owes_all=rng.random() < 0.8,
         ttl_s=rng.choice((2.0, 4.0)),

@@ -9,6 +9,7 @@ from kvferry.handoff.rank_protocol import RankProtocol
 from kvferry.testing.simulator.scenario import Job, Scenario
 from kvferry.testing.simulator.simulated_memory import Violation
 from kvferry.testing.simulator.world import World
+from kvferry.wire.versions import PROTOCOL_MAX
 
 __all__ = ["failure_of", "shrink", "trace_of"]
 
@@ -88,12 +89,13 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         for index, count in enumerate(ranks):
             for fewer in {1, count - 1} - {0, count}:
                 yield _with(scenario, name, (*ranks[:index], fewer, *ranks[index + 1 :]))
-    for name, plain in (("in_order", True), ("verify", False), ("owes_all", True)):
+    for name, plain in (("in_order", True), ("verify", False), ("owes_all", True), ("protocol", PROTOCOL_MAX)):
         if getattr(scenario, name) is not plain:
             yield _with(scenario, name, plain)
     for index, job in enumerate(jobs):
-        plainer = replace(job, retries=0, withdraw_s=None, cancel_s=None, preempted=False, cached_tokens=0, chunks=1)
-        for name in ("retries", "withdraw_s", "cancel_s", "preempted", "cached_tokens", "chunks"):
+        plainer = replace(job, retries=0, withdraw_s=None, cancel_s=None, preempted=False, cached_tokens=0, chunks=1,
+                          differs_at=None)  # fmt: skip
+        for name in ("retries", "withdraw_s", "cancel_s", "preempted", "cached_tokens", "chunks", "differs_at"):
             if getattr(job, name) != getattr(plainer, name):
                 simpler = _with(job, name, getattr(plainer, name))
                 yield replace(scenario, jobs=(*jobs[:index], simpler, *jobs[index + 1 :]))

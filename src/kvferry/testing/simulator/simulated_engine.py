@@ -17,6 +17,7 @@ from kvferry.testing.simulator.scenario import Job
 from kvferry.testing.simulator.simulated_memory import GARBAGE, MAX_RANKS, Memory, Violation
 from kvferry.testing.simulator.simulated_transfer import Transfer
 from kvferry.transport.base import Operation
+from kvferry.wire.prompt_digest import Prompt
 
 __all__ = ["DecodeEngine", "EngineWorld", "PrefillEngine", "SimEngine"]
 
@@ -172,6 +173,7 @@ class PrefillEngine(SimEngine):
             TokenRange(0, stop),
             source.final,
             b"note" if source.final else b"",
+            Prompt.of(job.prompts[0]),
         )
         self.world.say("%s offers %s [0,%d) final=%s", self.engine, source.transfer, stop, source.final)
         self.order(StepOrders(offer=(offer,)))
@@ -301,6 +303,8 @@ class DecodeEngine(SimEngine):
             (BlockTable(0, 0, blocks),),
             TokenRange(job.cached_tokens, job.asked_tokens),
             self.world.settings.transfer.deadline_s,
+            Prompt.of(job.prompts[1]).stated(unit=1),
+            job.asked_tokens,
         )
         self.world.say("%s wants %s [%d,%d)", self.engine, target.transfer, job.cached_tokens, job.asked_tokens)
         self.order(StepOrders(fetch=(want,)))
@@ -341,8 +345,10 @@ class DecodeEngine(SimEngine):
         self._check_content(rank, target, landed.arrived.stop, "landed")
         self._check_untouched(rank, target)
         job = target.job
-        if landed.arrived.stop < job.asked_tokens and landed.arrived.stop != max(job.num_tokens, job.cached_tokens):
+        if landed.arrived.stop < job.asked_tokens and landed.arrived.stop != max(job.common_tokens, job.cached_tokens):
             raise Violation("I2", f"{rank.name}: {landed.transfer} landed with {landed.arrived!r}")
+        if bool(landed.note) > job.same_prompt or (bool(landed.difference) and job.same_prompt):
+            raise Violation("I2", f"{rank.name}: {landed.transfer} landed with the first token of another prompt")
         target.landed[rank.index] = landed
         target.ended.add(rank.index)
         if len(target.landed) == self.num_ranks and not target.cancelled:
@@ -417,7 +423,8 @@ class DecodeEngine(SimEngine):
                 raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer}; {other.name} may write them")
 
     def _check_content(self, rank: SimRank, target: _Target, stop: int, when: str) -> None:
-        """Checks I2, that each token came complete from this dispatch, and R30, that our cached prefix is unchanged."""
+        """Checks I2: each token came complete from this dispatch, and belongs to this prompt (R51). Also R30: our cached
+        prefix is unchanged."""
         tag = self.world.tags.get(target.transfer)
         cells, job = self.memory.cells[rank.index], target.job
         sources = [
@@ -432,7 +439,8 @@ class DecodeEngine(SimEngine):
                 right = (
                     target.local_tag + token if token < job.cached_tokens else GARBAGE if tag is None else tag + token
                 )
-                if found != right or found == GARBAGE:
+                another = job.cached_tokens <= token >= job.common_tokens
+                if found != right or found == GARBAGE or another:
                     raise Violation(
                         "I2", f"{rank.name}: token {token} of {target.transfer} from rank {source} is wrong ({when})"
                     )
