@@ -32,8 +32,11 @@ from kvferry.wire.handoff_messages import (
     to_wire,
     with_size,
 )
+from kvferry.wire.prompt_digest import StatedPrompt
 
-# Bytes that version 1 wrote. Never edit a line here: add one, with a new version.
+PROMPT = StatedPrompt(65, ((65, bytes(range(16))), (40, bytes(16))), 64, bytes(range(16, 32)))
+
+# Bytes that versions 1 and 3 wrote. Never edit a line here: add one, with a new version.
 GOLDEN = [
     (
         "87a474797065a5636c61696da2746fa169a87472616e73666572a174a572616e6b7302a5737461727410a473746f70cc80a373657107",
@@ -127,6 +130,48 @@ GOLDEN = [
         "85a474797065a470617274a2746fa169a5696e64657800a5636f756e7402a4626f6479c4027879",
         Fragment(to="i", index=0, count=2, body=b"xy"),
     ),
+    # Version 4.
+    (
+        "88a474797065a5636c61696da2746fa169a87472616e73666572a174a572616e6b7302a5737461727410a473746f70cc80a3736571"
+        "07a670726f6d70749441929241c410000102030405060708090a0b0c0d0e0f9228c4100000000000000000000000000000000040c4"
+        "10101112131415161718191a1b1c1d1e1f",
+        Claim(to="i", transfer="t", ranks=2, start=16, stop=128, seq=7, prompt=PROMPT),
+    ),
+    (
+        "89a474797065a87265676973746572a2746fa169a87472616e73666572a174a572616e6b7301a5737461727400a473746f7020a674"
+        "61626c657391930000920405a574746c5f73cb403e000000000000a670726f6d70749441929241c410000102030405060708090a0b"
+        "0c0d0e0f9228c4100000000000000000000000000000000040c410101112131415161718191a1b1c1d1e1f",
+        Register(
+            to="i",
+            transfer="t",
+            ranks=1,
+            start=0,
+            stop=32,
+            tables=(WireTable(0, 0, (4, 5)),),
+            ttl_s=30.0,
+            prompt=PROMPT,
+        ),
+    ),
+    (
+        "8aa474797065a57265616479a2746fa169a87472616e73666572a174a67461626c657391930000920405a5737461727400a473746f"
+        "7014a566696e616cc3a574746c5f73cb403e000000000000ab73616d655f746f6b656e7314ab73616d655f70726f6d7074c3",
+        Ready(
+            to="i",
+            transfer="t",
+            tables=(WireTable(0, 0, (4, 5)),),
+            start=0,
+            stop=20,
+            final=True,
+            ttl_s=30.0,
+            same_tokens=20,
+            same_prompt=True,
+        ),
+    ),
+    (
+        "88a474797065a577726f7465a2746fa169a87472616e73666572a174a47061727401a5706172747302a473746f7014ab73616d655f"
+        "746f6b656e7314ab73616d655f70726f6d7074c3",
+        Wrote(to="i", transfer="t", part=1, parts=2, start=0, stop=20, same_tokens=20, same_prompt=True),
+    ),
 ]
 
 
@@ -134,6 +179,17 @@ GOLDEN = [
 def test_golden_bytes(golden: str, message: Message) -> None:
     assert encode_message(message).hex() == golden
     assert decode_message(bytes.fromhex(golden)) == message
+
+
+def test_a_message_without_a_prompt_is_what_version_3_wrote() -> None:  # R51
+    claim = Claim(to="i", transfer="t", ranks=2, start=16, stop=128, seq=7, prompt=None)
+    assert encode_message(claim).hex() == GOLDEN[0][0]
+
+
+def test_version_3_skips_what_version_4_says() -> None:  # R9 R11
+    fields = msgspec.msgpack.decode(bytes.fromhex(GOLDEN[-4][0]))
+    assert fields.pop("prompt")
+    assert msgspec.msgpack.encode(fields).hex() == GOLDEN[0][0]
 
 
 def test_every_message_has_golden_bytes() -> None:

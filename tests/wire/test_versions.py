@@ -54,6 +54,10 @@ def test_version_2_is_read_and_written() -> None:  # R9
     assert encode_hello(V2, 2) == bytes.fromhex(HELLO_V2)
 
 
+def test_later_versions_have_the_payload_of_version_2() -> None:  # R9
+    assert all(encode_hello(V2, version) == bytes.fromhex(HELLO_V2) for version in range(2, PROTOCOL_MAX + 1))
+
+
 def test_the_versions_really_differ() -> None:  # R9
     with pytest.raises(MalformedMessage, match="handshake payload, version 1: "):
         decode_hello(bytes.fromhex(HELLO_V2), 1)
