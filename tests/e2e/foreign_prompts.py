@@ -25,12 +25,12 @@ VOCAB = range(3, 500)
 
 def peer_params(prefill: Process) -> dict[str, object]:
     """Returns the parameters by which a router names a prefill worker to decode, before prefill has answered."""
-    told = prefill.describe()
+    answered = prefill.describe()
     return {
-        "remote_engine_id": told["engine"],
-        "remote_incarnation": told["incarnation"],
-        "remote_host": told["side_channel"]["host"],
-        "remote_port": told["side_channel"]["port"],
+        "remote_engine_id": answered["engine"],
+        "remote_incarnation": answered["incarnation"],
+        "remote_host": answered["side_channel"]["host"],
+        "remote_port": answered["side_channel"]["port"],
     }
 
 

@@ -101,8 +101,8 @@ class _Swap:
 
     def __call__(self, number: int, pair: tuple[Prompt, Prompt]) -> None:
         if self._servers.mode == "pull":
-            told = [self._prefill(prompt, {"do_remote_decode": True}) for prompt in pair]
-            answers = [self._decode(prompt, params) for prompt, params in zip(pair, reversed(told), strict=True)]
+            returned = [self._prefill(prompt, {"do_remote_decode": True}) for prompt in pair]
+            answers = [self._decode(prompt, params) for prompt, params in zip(pair, reversed(returned), strict=True)]
         else:
             answers = self._push(number, pair)
         for prompt, answer in zip(pair, answers, strict=True):

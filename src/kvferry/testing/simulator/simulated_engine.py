@@ -423,8 +423,8 @@ class DecodeEngine(SimEngine):
                 raise Violation("I1", f"{rank.name} gives up blocks of {target.transfer}; {other.name} may write them")
 
     def _check_content(self, rank: SimRank, target: _Target, stop: int, when: str) -> None:
-        """Checks I2, that each token came complete from this dispatch and belongs to this prompt (R51), and R30, that our
-        cached prefix is unchanged."""
+        """Checks I2, that each token came complete from this dispatch and belongs to this prompt (R51), and R30, that
+        our cached prefix is unchanged."""
         tag = self.world.tags.get(target.transfer)
         cells, job = self.memory.cells[rank.index], target.job
         sources = [
