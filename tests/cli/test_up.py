@@ -63,7 +63,7 @@ class Fleet:
         """Sends a signal, checks that nothing is left, and returns the output."""
         pids = self.pids()
         self.process.send_signal(number)
-        _, err = self.process.communicate(timeout=60)
+        _, err = self.process.communicate(timeout=600)
         assert self.process.returncode == code, err
         assert not [name for name, pid in pids.items() if exists(pid)]
         return err
@@ -157,7 +157,7 @@ async def test_a_worker_that_dies_ends_the_fleet_and_is_named(start: Start, tiny
     fleet = Fleet(start, tiny, tmp_path)
     pids = fleet.pids()
     os.kill(pids["decode-0"], signal.SIGKILL)
-    _, err = fleet.process.communicate(timeout=60)
+    _, err = fleet.process.communicate(timeout=600)
     assert fleet.process.returncode == ExitCode.ERROR
     assert f"decode-0 (pid {pids['decode-0']}) was killed by SIGKILL" in err
     assert not any(map(exists, pids.values()))
@@ -198,14 +198,14 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_until
 
 def test_up_names_the_worker_that_cannot_start(start: Start, tmp_path: Path) -> None:
     process = start("up", str(tmp_path), "--port", "0")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == ExitCode.ERROR
     assert str(tmp_path) in err.splitlines()[-1] or "was not ready yet" in err
 
 
 def test_demo_prints_one_json_object(start: Start, tiny: Path) -> None:
     process = start("demo", "--model", str(tiny), "--json", "--max-tokens", "8", *WORKER)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == ExitCode.OK, err
     result = json.loads(out)
     needed = {
@@ -220,7 +220,7 @@ def test_demo_prints_one_json_object(start: Start, tiny: Path) -> None:
 
 def test_demo_prints_a_summary_for_people(start: Start, tiny: Path) -> None:
     process = start("demo", "--model", str(tiny), "--max-tokens", "8", "--transfer-mode", "push", *WORKER)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == ExitCode.OK, err
     for part in ("handed over", "the hand-off: prefill-0 -> decode-0, push", "tokens equal      yes"):
         assert part in out

@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples"
 
 def run(name: str, *args: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

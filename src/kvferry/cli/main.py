@@ -37,7 +37,7 @@ COMMANDS = {
     "route": "run the router in front of prefill and decode workers",
     "up": "start and supervise workers and a router",
     "demo": "hand over a real prompt between two processes, and check the tokens against one engine alone",
-    "doctor": "check this machine with a real hand-off between two processes, or check a fleet",
+    "doctor": "hand KV over between two processes or machines, step by step, or check a fleet",
     "env": "print what a bug report needs",
     "facts": "save the facts that a worker states in its handshake",
     "compare": "say whether two workers can share a cache, and if not, why",
@@ -51,10 +51,14 @@ _WITH_SETTINGS = ("serve", "route", "up", "demo", "facts", "plan", "compare")
 _QUIET = {"up": "warning", "demo": "warning"}
 """Commands that supervise others, and log less than "info" unless they are asked to."""
 
+_PACKAGES = {"bench", "doctor"}
+
 
 def _module(command: str) -> ModuleType:
-    """Returns the module of a command. `bench` is a package, and its module is `bench.command`."""
-    return importlib.import_module("kvferry.cli.bench.command" if command == "bench" else f"kvferry.cli.{command}")
+    """Returns the module of a command. A command that is a package has it in `command`."""
+    return importlib.import_module(
+        f"kvferry.cli.{command}.command" if command in _PACKAGES else f"kvferry.cli.{command}"
+    )
 
 
 def make_parser(name: str | None) -> Parser:

@@ -12,20 +12,44 @@ pytestmark = [pytest.mark.engine, pytest.mark.process]
 
 def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry", "bench", "engine", "--threads", "1", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_one_object_per_line_and_a_file_with_the_environment(tiny: Path, tmp_path: Path) -> None:
     sizes = ("--prompt-tokens", "8", "--new-tokens", "3", "--batches", "1", "2", "--repeats", "1")
-    result = _bench("--model", str(tiny), "--dtypes", "float32", "--json", "--out", str(tmp_path), *sizes)
+    result = _bench(
+        "--model",
+        str(tiny),
+        "--dtypes",
+        "float32",
+        "--json",
+        "--out",
+        str(tmp_path),
+        "--engines",
+        "mini",
+        "transformers",
+        *sizes,
+    )
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    found = [(line["engine"], line["dtype"], line["batch"]) for line in lines if line["engine"] != "vllm"]
+    found = [(line["engine"], line["dtype"], line["batch"]) for line in lines]
     assert found == [(engine, "float32", batch) for engine in ("mini", "transformers") for batch in (1, 2)]
     assert all(line["prefill_tok_s"] > 0 and line["decode_tok_s"] > 0 for line in lines)
     recorded = json.loads((tmp_path / "engine.json").read_text())
     assert recorded["results"] == lines
     assert {"cpu", "cores", "packages"} <= set(recorded["environment"])
+
+
+def test_an_engine_that_fails_is_named_and_the_others_go_on(tiny: Path, tmp_path: Path) -> None:
+    sizes = ("--prompt-tokens", "8", "--new-tokens", "2", "--batches", "1", "--repeats", "1", "--json")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 7\n")
+    broken.chmod(0o755)
+    arguments = ("--model", str(tiny), "--dtypes", "float32", "--engines", "vllm", "mini", *sizes)
+    result = _bench(*arguments, "--vllm-python", str(broken))
+    assert result.returncode == 1
+    assert "vllm float32 ended with exit status 7" in result.stderr
+    assert [json.loads(line)["engine"] for line in result.stdout.splitlines()] == ["mini"]
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

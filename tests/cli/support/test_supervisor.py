@@ -151,7 +151,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_child_whose_parent_is_already_gone_does_not_start() -> None:
     argv = [sys.executable, "-m", "kvferry", *ROUTE]
     env = {**os.environ, "KVFERRY_SUPERVISOR_PID": "1"}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 1
     assert "the supervisor '1' of this process is gone" in done.stderr
 

@@ -82,7 +82,7 @@ def test_two_processes_convert_at_once(own_cache: Path, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(3)
     ]
-    found = {process.communicate(timeout=60)[0].strip() for process in running}
+    found = {process.communicate(timeout=600)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0, 0, 0]
     assert len(found) == 1
     assert [path.name for path in own_cache.iterdir()] == [Path(found.pop()).name]

@@ -1,19 +1,16 @@
-"""The doctor finds what is wrong, names the step and the remedy, ends in time and leaves no process."""
+"""The check of the wire finds what is wrong, names the step and the remedy, ends in time and leaves no process."""
 
-import argparse
-import json
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvferry.cli import doctor
-from kvferry.cli.doctor import NUM_BLOCKS, Doctor, Step
-from kvferry.cli.main import ExitCode, main
+from kvferry.cli.doctor.steps import Step
+from kvferry.cli.doctor.wire import NUM_BLOCKS, WireCheck
+from kvferry.cli.main import ExitCode
 from kvferry.ids import PeerName
 from kvferry.testing.ends import End, LocalEnd, ProcessEnd
 from kvferry.transport.base import Completion, Polled
@@ -61,7 +58,7 @@ def steps_with(transport: type[MemoryTransport], hub: MemoryHub, timeout_s: floa
             made.end = end
         return end
 
-    return list(Doctor("memory", NUM_BYTES, timeout_s, make_end).steps())
+    return list(WireCheck("memory", NUM_BYTES, timeout_s, make_end).steps())
 
 
 def test_all_steps_pass_on_a_sound_transport() -> None:
@@ -107,7 +104,7 @@ def test_a_process_that_hangs_is_ended_in_time() -> None:
         return end
 
     started_s = time.monotonic()
-    last = list(Doctor("memory", NUM_BYTES, 1.0, make_end).steps())[-1]
+    last = list(WireCheck("memory", NUM_BYTES, 1.0, make_end).steps())[-1]
     assert (last.ok, last.code) == (False, ExitCode.ERROR)
     assert "did not answer 'start'" in last.detail
     assert time.monotonic() - started_s < 30
@@ -120,7 +117,7 @@ def test_a_process_that_dies_is_reported_with_its_signal() -> None:
         end.process.kill()
         return end
 
-    last = list(Doctor("memory", NUM_BYTES, 20.0, make_end).steps())[-1]
+    last = list(WireCheck("memory", NUM_BYTES, 20.0, make_end).steps())[-1]
     assert last.detail.endswith("ended during 'start' with exit code -9")
 
 
@@ -133,61 +130,3 @@ def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -
     last = steps_with(MemoryTransport, MemoryHub())[-1]
     assert (last.name, last.code) == ("shared memory", ExitCode.ERROR)
     assert "--shm-size" in last.remedy
-
-
-def test_a_missing_library_is_reported_with_the_command_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("kvferry.transport.nixl.nixl", "kvferry.transport.nixl.nixl_errors"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    assert main(["doctor"]) == ExitCode.ERROR
-    output = capsys.readouterr()
-    assert "FAIL  transport" in output.out
-    assert "pip install 'kvferry[nixl]'" in output.err
-
-
-def test_json_has_one_object_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--transport", "memory", "--megabytes", "1", "--json"]) == ExitCode.OK
-    output = capsys.readouterr()
-    lines = [json.loads(line) for line in output.out.splitlines()]
-    assert [line["ok"] for line in lines] == [True] * 9
-    assert (lines[-1]["exit"], lines[-1]["failed"]) == (0, None)
-    assert output.err == ""
-
-
-@pytest.mark.process
-def test_real_nixl_between_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--transport", "nixl", "--megabytes", "8", "--timeout", "60"]) == ExitCode.OK
-    output = capsys.readouterr()
-    assert output.out.count("  ok  ") == 8
-    assert "READ 8 MiB in 256 blocks, bytes compared" in output.out
-
-
-def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hub = MemoryHub()
-    monkeypatch.setattr(doctor, "make_transport", lambda _name, agent, **_options: Refusing(agent, hub=hub))
-    assert main(["doctor", "--transport", "memory", "--megabytes", "1"]) == ExitCode.BAD_TRANSFER
-    assert "kvferry doctor: READ 1 MiB in 256 blocks, bytes compared: the link is down. Set UCX_TLS" in (
-        capsys.readouterr().err
-    )
-
-
-def test_urls_are_checked_as_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
-    import types
-
-    fleet = types.ModuleType("kvferry.cli.support.fleet_matrix")
-    asked: list[object] = []
-
-    def run_fleet(urls: list[str], as_json: bool) -> ExitCode:
-        asked.append((urls, as_json))
-        return ExitCode.UNREACHABLE
-
-    monkeypatch.setattr(fleet, "run_fleet", run_fleet, raising=False)
-    monkeypatch.setitem(sys.modules, "kvferry.cli.support.fleet_matrix", fleet)
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    assert doctor.run(parser.parse_args(["http://a:1", "http://b:2", "--json"])) == ExitCode.UNREACHABLE
-    assert asked == [(["http://a:1", "http://b:2"], True)]

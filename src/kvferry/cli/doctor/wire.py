@@ -1,35 +1,24 @@
-"""`kvferry doctor`: moves real bytes between two processes, or, given URLs, checks a fleet.
+"""Whether the transport moves bytes and messages between two processes of this machine, and notices a dead one."""
 
-Each step is a line. The first step that fails is named with its remedy, and the later ones are not tried. In any case
-the command ends within --timeout seconds and leaves no process behind.
-"""
-
-import argparse
 import hashlib
-import json
-import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
 import numpy as np
 
+from kvferry.cli.doctor.steps import Planned, Step, tried
 from kvferry.cli.main import ExitCode
-from kvferry.errors import FerryError, PeerLost, TransferError
+from kvferry.errors import PeerLost, TransferError
 from kvferry.ids import PeerName
 from kvferry.layout.blocks import Runs
-from kvferry.settings import TransferSettings
 from kvferry.testing.ends import End, LocalEnd, ProcessEnd
 from kvferry.transport.base import Operation
-from kvferry.transport.registry import TRANSPORTS, make_transport
+from kvferry.transport.registry import make_transport
 
-__all__ = ["Doctor", "Step", "add_arguments", "run"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["NUM_BLOCKS", "WireCheck", "tcp_remedy"]
 
 Result = TypeVar("Result")
 
@@ -38,78 +27,15 @@ NUM_BLOCKS = 256
 _MIN_SHARED_BYTES = 64 << 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags. Without a URL this machine is checked, otherwise the workers there."""
-    parser.add_argument("urls", nargs="*", metavar="URL", help="workers or routers to check (default: this machine)")
-    parser.add_argument("--transport", default=TransferSettings().transport, choices=sorted(TRANSPORTS),
-                        help=f"what moves the bytes (default: {TransferSettings().transport})")  # fmt: skip
-    parser.add_argument("--megabytes", type=int, default=64, metavar="MIB", help="how much to move (default: 64)")
-    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="give up then (default: 30)")
-    parser.add_argument("--json", action="store_true", help="print one object per line: each step, then the verdict")
+def tcp_remedy() -> str:
+    """Returns what to try if NIXL's transfers fail on this machine."""
+    if os.environ.get("UCX_TLS", "").startswith("tcp"):
+        return "Set UCX_LOG_LEVEL=info and run again: UCX then says which device it uses."
+    return "Set UCX_TLS=tcp and run again; if that works, set it in the environment of every worker."
 
 
-def run(args: argparse.Namespace) -> ExitCode:
-    """Runs the steps and prints each as it ends."""
-    if args.urls:
-        from kvferry.cli.support.fleet_matrix import run_fleet
-
-        return ExitCode(run_fleet(args.urls, args.json))
-    logging.getLogger("kvferry").setLevel(max(logging.WARNING, logging.getLogger().level) if not _verbose() else 0)
-    doctor = Doctor(args.transport, max(1, args.megabytes) << 20, args.timeout)
-    steps = []
-    for step in doctor.steps():
-        steps.append(step)
-        print(json.dumps(step.as_dict()) if args.json else step.line(), flush=True)
-    failed = next((step for step in steps if not step.ok), None)
-    code = failed.code if failed else ExitCode.OK
-    if args.json:
-        verdict = {"ok": failed is None, "transport": args.transport, "failed": failed.name if failed else None}
-        print(json.dumps({**verdict, "exit": int(code), "gbps": doctor.gbps}), flush=True)
-    elif failed is None:
-        print("all well")
-    if failed is not None:
-        print(f"kvferry doctor: {failed.name}: {failed.detail}. {failed.remedy}", file=sys.stderr)
-    return code
-
-
-def _verbose() -> bool:
-    return logging.getLogger().level <= logging.DEBUG
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The result of one step."""
-
-    name: str
-    ok: bool
-    detail: str
-    seconds: float
-    code: ExitCode = ExitCode.OK
-    remedy: str = ""
-
-    def line(self) -> str:
-        """Returns a line for people."""
-        return f"  {'ok  ' if self.ok else 'FAIL'}  {self.name:44}  {self.detail}"
-
-    def as_dict(self) -> dict[str, object]:
-        """Returns the object for --json."""
-        row: dict[str, object] = {"step": self.name, "ok": self.ok, "detail": self.detail}
-        row["seconds"] = round(self.seconds, 4)
-        if not self.ok:
-            row["remedy"] = self.remedy
-        return row
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    name: str
-    action: Callable[[], str]
-    code: ExitCode
-    remedy: str
-
-
-class Doctor:
-    """The steps, in their order. `make_end` makes an end of the transfer; tests give one that makes broken ends."""
+class WireCheck:
+    """The steps of the wire, in their order. `make_end` makes an end of the transfer; tests make broken ones."""
 
     def __init__(
         self,
@@ -128,45 +54,29 @@ class Doctor:
     def steps(self) -> Iterator[Step]:
         """Runs each step when it is asked for, up to the first that fails. Then closes both ends."""
         try:
-            for planned in self._planned():
-                step = self._try(planned)
-                yield step
-                if not step.ok:
-                    return
+            yield from tried(self._planned())
         finally:
             for end in self._ends:
                 end.close()
 
-    def _planned(self) -> list[_Planned]:
-        tcp = "Set UCX_TLS=tcp and run again; if that works, set it in the environment of every worker."
-        if os.environ.get("UCX_TLS", "").startswith("tcp"):
-            tcp = "Set UCX_LOG_LEVEL=info and run again: UCX then says which device it uses."
+    def _planned(self) -> list[Planned]:
+        tcp = tcp_remedy()
         size = f"{self.num_bytes >> 20} MiB in {NUM_BLOCKS} blocks"
         return [
-            _Planned("transport", self._find_transport, ExitCode.ERROR, "pip install 'kvferry[nixl]'."),
-            _Planned(
+            Planned("transport", self._find_transport, ExitCode.ERROR, "pip install 'kvferry[nixl]'."),
+            Planned(
                 "shared memory",
                 self._check_shared_memory,
                 ExitCode.ERROR,
                 "Give the container more (docker run --shm-size=1g), or set UCX_TLS=tcp.",
             ),
-            _Planned("two processes, memory registered", self._start, ExitCode.ERROR, tcp),
-            _Planned("metadata exchanged, connected", self._connect, ExitCode.UNREACHABLE, tcp),
-            _Planned(f"READ {size}, bytes compared", lambda: self._move(Operation.READ), ExitCode.BAD_TRANSFER, tcp),
-            _Planned(f"WRITE {size}, bytes compared", lambda: self._move(Operation.WRITE), ExitCode.BAD_TRANSFER, tcp),
-            _Planned("messages both ways", self._talk, ExitCode.BAD_TRANSFER, tcp),
-            _Planned("a peer that dies is noticed", self._kill_a_peer, ExitCode.BAD_TRANSFER, tcp),
+            Planned("two processes, memory registered", self._start, ExitCode.ERROR, tcp),
+            Planned("metadata exchanged, connected", self._connect, ExitCode.UNREACHABLE, tcp),
+            Planned(f"READ {size}, bytes compared", lambda: self._move(Operation.READ), ExitCode.BAD_TRANSFER, tcp),
+            Planned(f"WRITE {size}, bytes compared", lambda: self._move(Operation.WRITE), ExitCode.BAD_TRANSFER, tcp),
+            Planned("messages both ways", self._talk, ExitCode.BAD_TRANSFER, tcp),
+            Planned("a peer that dies is noticed", self._kill_a_peer, ExitCode.BAD_TRANSFER, tcp),
         ]
-
-    def _try(self, planned: _Planned) -> Step:
-        started_s = time.monotonic()
-        try:
-            detail = planned.action()
-        except (FerryError, OSError) as error:
-            logger.debug("step failed", exc_info=True)
-            seconds = time.monotonic() - started_s
-            return Step(planned.name, False, str(error).rstrip("."), seconds, planned.code, planned.remedy)
-        return Step(planned.name, True, detail, time.monotonic() - started_s)
 
     def _remaining_s(self) -> float:
         remaining_s = self._end_s - time.monotonic()
