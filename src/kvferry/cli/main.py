@@ -51,14 +51,13 @@ _WITH_SETTINGS = ("serve", "route", "up", "demo", "facts", "plan", "compare")
 _QUIET = {"up": "warning", "demo": "warning"}
 """Commands that supervise others, and log less than "info" unless they are asked to."""
 
-_PACKAGES = {"bench", "doctor"}
+_MODULES = {"bench": "bench.command", "doctor": "doctor.doctor"}
+"""Maps a command that is a package to its module."""
 
 
 def _module(command: str) -> ModuleType:
-    """Returns the module of a command. A command that is a package has it in `command`."""
-    return importlib.import_module(
-        f"kvferry.cli.{command}.command" if command in _PACKAGES else f"kvferry.cli.{command}"
-    )
+    """Returns the module of a command."""
+    return importlib.import_module(f"kvferry.cli.{_MODULES.get(command, command)}")
 
 
 def make_parser(name: str | None) -> Parser:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from kvferry.cli.doctor.handoff import HandoffCheck
+from kvferry.cli.doctor.handoff_check import HandoffCheck
 from kvferry.cli.doctor.prefill_end import PrefillEnd
 from kvferry.cli.doctor.steps import Step
 from kvferry.cli.doctor.tiny_engine import TOKEN_BYTES
-from kvferry.cli.doctor.wire import WireCheck, tcp_remedy
+from kvferry.cli.doctor.wire_check import WireCheck, tcp_remedy
 from kvferry.cli.main import ExitCode
 from kvferry.errors import FerryError, TransferError
 from kvferry.settings import FerrySettings

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.doctor import command, wire
+from kvferry.cli.doctor import doctor, wire_check
 from kvferry.cli.main import ExitCode, main
 from kvferry.sidechannel.shared_key import new_key
 from kvferry.transport.memory import MemoryHub
-from tests.cli.doctor.test_wire import Refusing
+from tests.cli.doctor.test_wire_check import Refusing
 
 
 def test_a_missing_library_says_how_to_install_it(
@@ -54,7 +54,7 @@ def test_a_failure_goes_to_stderr_with_its_remedy_and_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub = MemoryHub()
-    monkeypatch.setattr(wire, "make_transport", lambda _name, agent, **_options: Refusing(agent, hub=hub))
+    monkeypatch.setattr(wire_check, "make_transport", lambda _name, agent, **_options: Refusing(agent, hub=hub))
     assert main(["doctor", "--transport", "memory", "--megabytes", "1"]) == ExitCode.BAD_TRANSFER
     assert "kvferry doctor: READ 1 MiB in 256 blocks, bytes compared: the link is down. Set UCX_TLS" in (
         capsys.readouterr().err
@@ -72,8 +72,8 @@ def test_urls_are_a_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "run_fleet", run_fleet, raising=False)
     monkeypatch.setitem(sys.modules, "kvferry.cli.support.fleet_matrix", fleet)
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    assert command.run(parser.parse_args(["http://a:1", "http://b:2", "--json"])) == ExitCode.UNREACHABLE
+    doctor.add_arguments(parser)
+    assert doctor.run(parser.parse_args(["http://a:1", "http://b:2", "--json"])) == ExitCode.UNREACHABLE
     assert asked == [(["http://a:1", "http://b:2"], True)]
 
 

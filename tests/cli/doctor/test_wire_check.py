@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvferry.cli.doctor.steps import Step
-from kvferry.cli.doctor.wire import NUM_BLOCKS, WireCheck
+from kvferry.cli.doctor.wire_check import NUM_BLOCKS, WireCheck
 from kvferry.cli.main import ExitCode
 from kvferry.ids import PeerName
 from kvferry.testing.ends import End, LocalEnd, ProcessEnd

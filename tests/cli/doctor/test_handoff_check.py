@@ -1,6 +1,7 @@
 """The hand-off check takes the steps of a fleet's first request, and names the one that fails with its remedy."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvferry.cli.doctor.handoff import HandoffCheck
+from kvferry.cli.doctor.handoff_check import HandoffCheck
 from kvferry.cli.doctor.prefill_end import PrefillEnd
 from kvferry.cli.doctor.steps import Step
 from kvferry.cli.doctor.tiny_engine import TinyEngine
@@ -131,8 +132,16 @@ def test_a_hand_off_that_never_comes_is_given_up(prefill_end: PrefillEnd, monkey
 
 
 def test_blocks_that_stay_in_use_are_a_finding(prefill_end: PrefillEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TinyEngine, "num_blocks_in_use", property(lambda _self: 3))
-    step = check(prefill_end.port, timeout_s=1.0)[-1]
+    made = HandoffCheck(
+        SETTINGS, "127.0.0.1", prefill_end.port, num_tokens=TOKENS, timeout_s=60.0, transfer_remedy="Mend the wire."
+    )
+
+    def in_use(_engine: TinyEngine) -> int:
+        made._end_s = min(made._end_s, time.monotonic() + 0.4)  # the time is up
+        return 3
+
+    monkeypatch.setattr(TinyEngine, "num_blocks_in_use", property(in_use))
+    step = list(made.steps())[-1]
     assert (step.name, step.code) == ("pull: every block is free again", ExitCode.BAD_TRANSFER)
     assert step.detail == "3 blocks of prefill and 3 of decode are still in use"
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from kvferry.cli.doctor.handoff import HandoffCheck
+from kvferry.cli.doctor.handoff_check import HandoffCheck
 from kvferry.cli.doctor.local import local_steps
 from kvferry.cli.doctor.prefill_end import MAX_TOKENS, PrefillEnd
 from kvferry.cli.doctor.steps import Step
