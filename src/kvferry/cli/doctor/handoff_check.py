@@ -147,8 +147,8 @@ class HandoffCheck:
             remote_port=port,
         )
         if mode is TransferMode.PULL:
-            told = HandoffParams.from_dict(answer["params"])
-            params = HandoffParams.from_dict({**told.to_dict(), "remote_host": host})
+            granted = HandoffParams.from_dict(answer["params"])
+            params = HandoffParams.from_dict({**granted.to_dict(), "remote_host": host})
         landed = self._engines[mode].decode(prompt, params, self._remaining_s())
         self.rates[mode.value] = round(landed.num_bytes / landed.transfer_s / 1e9, 3)
         return (
