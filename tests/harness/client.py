@@ -54,10 +54,13 @@ def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
 
 
-def _request(url: str, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, Any, bytes]:
+def _request(
+    url: str, method: str, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any, bytes]:
     connection = _connection(url, timeout_s)
     try:
-        connection.request(method, path, body=body, headers={"Content-Type": "application/json"})
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, path, body=body, headers=sent)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
     finally:
@@ -84,15 +87,21 @@ def metrics(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
 
 
 def post(
-    url: str, body: object, *, path: str = "/v1/completions", timeout_s: float = 60.0, raw: bytes | None = None
+    url: str,
+    body: object,
+    *,
+    path: str = "/v1/completions",
+    timeout_s: float = 60.0,
+    raw: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Sends a POST without streaming. If no answer came, the status is 0."""
     sent = json.dumps(body).encode() if raw is None else raw
     try:
-        status, headers, received = _request(url, "POST", path, sent, timeout_s)
+        status, answered, received = _request(url, "POST", path, sent, timeout_s, headers)
     except (OSError, http.client.HTTPException) as error:
         return Answer(0, broken=f"{type(error).__name__}: {error}")
-    answer = Answer(status, dict(headers), done=True, body=received)
+    answer = Answer(status, dict(answered), done=True, body=received)
     try:
         parsed = json.loads(received)
     except ValueError:

@@ -193,6 +193,34 @@ def test_push_without_a_prefill(lab: Lab) -> None:  # R29: no request hangs
     well_again(lab, pair, "push-first")
 
 
+def test_a_child_of_multi_connector_whose_prefill_is_unreachable_does_not_loop(lab: Lab) -> None:  # R29
+    """vLLM's own policy is to recompute, and the child has the default, to fail."""
+    ferry = {
+        "kv_connector": "KVFerryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.connector",
+        "kv_role": "kv_consumer",
+    }
+    idle = {
+        "kv_connector": "IdleConnector",
+        "kv_connector_module_path": "tests.harness.vllm_idle_connector",
+        "kv_role": "kv_consumer",
+    }
+    multi = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [ferry, idle]},
+    }
+    pair = pair_of(lab, "pull", {}, {"policy": "recompute", "config": multi})
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "q", "remote_host": "127.0.0.1",
+              "remote_port": 1}  # fmt: skip
+    failed = pair.decode.metric("kvferry_handoffs_failed_total")
+    answer = ask(pair.decode, lab.prompt(300), max_tokens=4, params=params, timeout_s=100.0)
+    assert answer.ok, answer.error
+    assert pair.decode.metric("kvferry_handoffs_failed_total") == failed + 1
+    assert len(pair.new_log(pair.decode).splitlines()) < 100
+    well_again(lab, pair)
+
+
 # All shapes: slow
 
 
