@@ -7,7 +7,7 @@ ones, and start their rank processes; an engine lives as long as cells need it, 
 
 A cell is right if decode's tokens are those of the same decode engine alone, every byte that was moved has the digest
 of what prefill has (verify=all), decode found in its cache what it had to, and computed no prompt token beyond R32. The
-output is JSON, an object a cell; cells that the file has already, and that were right, are not run again.
+output is JSON, one object per cell; cells that are in the file already, and were right, are not run again.
 """
 
 import argparse
@@ -345,7 +345,7 @@ def run(cells: Sequence[Cell], directory: Path) -> Iterator[tuple[Cell, Result]]
 
 
 def page(lines: Iterable[dict[str, Any]]) -> str:
-    """docs/reference/pd-matrix.md: a table a family, a row for the shapes of both sides, a column for mode and block
+    """docs/reference/pd-matrix.md: a table per family, a row for the shapes of both sides, a column for mode and block
     sizes; in each field a sign for each prefix hit."""
     found = {tuple(line[axis] for axis in Cell.__dataclass_fields__): line for line in lines}
     right = sum(not line["problem"] for line in found.values())

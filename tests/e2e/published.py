@@ -5,7 +5,7 @@
 (There it was Gemma-4-26B-A4B, in push only.) Prompts are pieces of Python's own documentation, shorter and longer than
 the window. For each of them the tokens of P + D are held against those of the same decode engine alone, every byte that
 was moved against prefill's digest, and the accounting against the prompt: no token of it is computed twice. Accuracy is
-how often the first token of an answer is the one that the text goes on with. JSON, an object a mode.
+how often the first token of an answer is the one with which the text continues. It prints JSON, one object per mode.
 """
 
 import argparse

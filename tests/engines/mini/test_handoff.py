@@ -144,7 +144,7 @@ def test_abort_of_a_prefill_keeps_what_was_offered(make_side: Callable[..., Side
 
 
 def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> None:  # R28
-    # Two tokens a step: one of the old request's answer, one of the prefill, which takes 34 steps.
+    # There are two tokens per step: one of the old request's answer, one of the prefill, which takes 34 steps.
     engine, connector = make_side(num_blocks=1 + 12, block_tokens=4, max_batch_tokens=2, prefix_caching=False)
     engine.add(ask("old", prompt_of(8), max_tokens=30))
     for _ in range(4):

@@ -4,7 +4,7 @@
 
 Each round: three clients send hand-offs without a pause, one server is killed (prefill and decode in turn), and every
 request must end. Then the survivor must answer /health and an ordinary request, the killed one is started again under
-its name and ports, and a hand-off must arrive. A line a round; exit status 1 if a round was not well.
+its name and ports, and a hand-off must arrive. It prints one line per round, and exits with 1 if a round failed.
 """
 
 import argparse

@@ -79,7 +79,7 @@ class VllmEngine:
     def _sleep_while_waiting(self) -> None:
         """Sleeps, in a step that has nothing to do, while all that the engine has waits for peers.
 
-        vLLM would make such steps a thousand times a second, on the processor that prefill needs, if it is the
+        vLLM would make such steps a thousand times per second, on the processor that prefill needs, if it is the
         same. A worker's report or a request ends the sleep at once; it is short in any case, for whatever else there
         may be.
         """
