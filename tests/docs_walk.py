@@ -43,8 +43,8 @@ class Walk:
     directory: Path
     ports: dict[str, str] = field(default_factory=dict)
     servers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-    served: set[str] = field(default_factory=set)
-    """The ports of these servers."""
+    served: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    """The latest server at each port."""
     problems: list[str] = field(default_factory=list)
     last_output: str = ""
     num_run: int = 0
@@ -73,15 +73,20 @@ def walking() -> Iterator[Walk]:
         try:
             yield walk
         finally:
-            for server in walk.servers:
-                if server.poll() is None:
-                    os.killpg(server.pid, signal.SIGINT)
-            for server in walk.servers:
-                try:
-                    server.wait(30)
-                except subprocess.TimeoutExpired:
-                    os.killpg(server.pid, signal.SIGKILL)
-                    server.wait()
+            end_servers(walk.servers)
+
+
+def end_servers(servers: list["subprocess.Popen[bytes]"]) -> None:
+    """Presses Ctrl-C in the terminal of each server, and waits until all of them have ended."""
+    for server in servers:
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGINT)
+    for server in servers:
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def environment() -> dict[str, str]:
@@ -96,18 +101,24 @@ def environment() -> dict[str, str]:
 
 
 def start_server(walk: Walk, text: str, argv: list[str]) -> None:
-    """Starts a server and waits until it is ready. Raises AssertionError with its log."""
+    """Starts a server and waits until it is ready. Raises AssertionError with its log.
+
+    It replaces an earlier server at the same port: that one is another example of the page.
+    """
     ready, log = walk.directory / f"ready-{len(walk.servers)}.json", walk.directory / f"log-{len(walk.servers)}.txt"
     flags = ["--ready-file", str(ready)]
     if "--port" not in argv:
         flags += ["--port", walk.port(_DEFAULT_PORTS[argv[0]])]
-    walk.served.add(argv[argv.index("--port") + 1] if "--port" in argv else flags[-1])
+    port = argv[argv.index("--port") + 1] if "--port" in argv else flags[-1]
+    if port in walk.served:
+        end_servers([walk.served[port]])
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvferry", *argv, *flags],
             stdout=output, stderr=output, cwd=walk.directory, env=environment(), start_new_session=True,
         )  # fmt: skip
     walk.servers.append(process)
+    walk.served[port] = process
     until(lambda: ready.exists() or process.poll() is not None, f"{text!r} is ready", within_s=READY_S, every_s=0.1)
     assert ready.exists(), f"{text!r} ended with {process.returncode}: {log.read_text('utf-8', 'replace')[-600:]}"
 
