@@ -7,11 +7,17 @@ __all__ = ["HandoffStats", "HandoffTiming", "PromptAccount", "StageTimes"]
 
 @dataclass(frozen=True, slots=True)
 class PromptAccount:
-    """Where the KV of a request's prompt tokens came from. The three counts add up to the length of the prompt."""
+    """Where the KV of a request's prompt tokens came from.
+
+    `handed_over`, `cached` and `recomputed` add up to the length of the prompt; on prefill, without the last tokens
+    that it leaves to decode; in a request that was cancelled, to what it had by then.
+    """
 
     handed_over: int = 0
     cached: int = 0
     recomputed: int = 0
+    computed_again: int = 0
+    """Prompt tokens that were computed more often than `recomputed` says: after a preemption."""
     reason: str = ""
     """Why tokens were recomputed that another engine should have handed over."""
 

@@ -63,8 +63,8 @@ class Pair:
                 computed = self.pipe.recv()
             let_threads_run()
         request = next(one for one in engine.scheduler.running if one.request_id == name)
-        landed = tokens_in(self.decode, request.block_ids, request.num_cached, len(prompt))
-        num_cached = request.num_cached
+        landed = tokens_in(self.decode, request.block_ids, request.account.cached, len(prompt))
+        num_cached = request.account.cached
         self.step_until_idle()
         return computed, landed, first, num_cached
 

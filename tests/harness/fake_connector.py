@@ -75,8 +75,10 @@ class FakeConnector:
         *,
         first_token: FirstToken | None,
         aborted: bool,
+        complete: bool = False,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         name = request.request_id
+        aborted = aborted or complete  # as in pull
         self.seen.append(f"finished {name}{' aborted' if aborted else ''}")
         self.first_tokens[name] = first_token
         if request.handoff is None or name not in self.open or not self.holds:

@@ -187,12 +187,14 @@ class SchedulerHalf(Protocol):
         *,
         first_token: FirstToken | None,
         aborted: bool,
+        complete: bool = False,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """The request has ended. Called once for every request, whatever it was doing.
 
         If a transfer id is returned, keep the request's blocks until `update` releases it. If parameters are returned,
-        they are the answer's `kv_transfer_params`. `aborted` is also true for a prefill request that no engine will
-        decode: its first token ended it, or an error did.
+        they are the answer's `kv_transfer_params`. `aborted` is also true for a prefill request that an error ended.
+        `complete` says of a prefill request that its first token ended the answer. In pull no engine will decode it. In
+        push an engine waits for it already, so it is handed over: then decode gives the answer, with that token.
         """
         ...
 

@@ -265,11 +265,12 @@ class HandoffScheduler:
         *,
         first_token: FirstToken | None,
         aborted: bool,
+        complete: bool = False,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """Offer a prefill request that ends well, withdraw one that does not; cancel a hand-off that is under way."""
         self._gave_up.pop(request.request_id, None)
         self._duplicates.pop(request.request_id, None)
-        aborted = aborted or self._has_lost_its_peer(request)
+        aborted = aborted or self._has_lost_its_peer(request) or (complete and self.mode is TransferMode.PULL)
         result = self._end_request(request, tables, num_computed_tokens, first_token, aborted=aborted)
         self._preempted.discard(request.request_id)
         return result

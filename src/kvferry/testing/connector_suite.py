@@ -165,11 +165,12 @@ class Contract:
         *,
         first_token: FirstToken | None,
         aborted: bool,
+        complete: bool = False,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         """Once per request."""
         seen = self._seen("request_finished", request)
         transfer, params = self._half.request_finished(
-            request, tables, num_computed_tokens, first_token=first_token, aborted=aborted
+            request, tables, num_computed_tokens, first_token=first_token, aborted=aborted, complete=complete
         )
         del self._open[request.request_id]
         if transfer is not None:

@@ -23,7 +23,8 @@ HEADER_PREFIX = "x-kvferry-"
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """How one request was served: where the KV of each prompt token came from, at what cost, and by which engines.
 
-    It is the `kvferry` object of a response body. handed_over + cached + computed = number of prompt tokens.
+    It is the `kvferry` object of a response body. handed_over + cached + computed = number of prompt tokens: each
+    prompt counts once, whatever `n` is. In prefill's answer to a hand-off, the last tokens may be left to decode.
     """
 
     handed_over: int = 0
@@ -34,6 +35,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that the engine that answered computed itself: by choice, or because a hand-off failed (`why`)."""
     recomputed: int = 0
     """The older name of `computed`, which suggests that another engine should have computed them. The same count."""
+    computed_again: int = 0
+    """Prompt tokens that it computed besides those: for further choices (`n`) that did not find the prompt in the
+    prefix cache, and after a preemption. Known only at the end of the answer, so it is in no header."""
     why: str = ""
     """Why it computed tokens that another engine should have handed over. Empty if there was no reason to."""
     bytes: int = 0
@@ -74,6 +78,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
             cached=account.cached,
             computed=account.recomputed,
             recomputed=account.recomputed,
+            computed_again=account.computed_again,
             why=account.reason or reason,
             bytes=timing.num_bytes,
             transfer_ms=round(timing.transfer_s * 1e3, 3),
@@ -86,13 +91,24 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
             decode=decode,
         )
 
-    def headers(self) -> dict[str, str]:
-        """Returns what is known before the body as `x-kvferry-...` headers, in printable ASCII."""
+    @property
+    def lost(self) -> bool:
+        """Whether nothing was handed over although it was to be, and the prompt was computed here.
+
+        A tail that prefill leaves to decode on purpose is no loss: most of the prompt landed, or all was cached.
+        """
+        return bool(self.why) and not self.handed_over and self.recomputed > 0
+
+    def headers(self, *, complete: bool = True) -> dict[str, str]:
+        """Returns what is known before the body as `x-kvferry-...` headers, in printable ASCII.
+
+        `complete` says whether the counts are: a stream of several prompts begins before all of them are served.
+        """
         values: dict[str, object] = {
-            "handed-over": self.handed_over,
-            "cached": self.cached,
-            "computed": self.computed,
-            "recomputed": self.recomputed,
+            "handed-over": self.handed_over if complete else None,
+            "cached": self.cached if complete else None,
+            "computed": self.computed if complete else None,
+            "recomputed": self.recomputed if complete else None,
             "why": self.why,
             "mode": self.mode.value if self.mode else None,
             "prefill": self.prefill,

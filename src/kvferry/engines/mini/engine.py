@@ -330,6 +330,7 @@ class Engine:
             request = chunk.request
             known = chunk.stop - len(chunk.drafts)
             counts.append(known + (len(chosen[request]) - 1 if chunk.drafts else 0))
+            request.sources.computed(chunk.start, chunk.stop)
             if counts[-1] < chunk.stop and self.scheduler.groups.has_state:
                 # A token cannot be taken out of a state: restore the one before the step, and compute accepted drafts
                 # again.
@@ -363,6 +364,7 @@ class Engine:
             request.stages = replace(request.stages, first_token_s=self._clock.now_s())
         return self._end(request, finish) if finish is not None else self._output(request)
 
+            request.sources.close()
     def _output(self, request: Request, finish: Finish | None = None) -> Output:
         tokens, text, logprobs = request.answer.take()
         account = None
@@ -391,13 +393,15 @@ class Engine:
             self._speculation.ended(request)
         transfer, params = None, None
         if self._connector is not None:
-            decodes_elsewhere = request.for_remote and finish.reason is FinishReason.LENGTH
+            complete = request.for_remote and finish.reason is FinishReason.STOP
+            offers = complete or (request.for_remote and finish.reason is FinishReason.LENGTH)
             transfer, params = self._connector.request_finished(
                 request,
                 request.tables,
                 request.num_computed,
-                first_token=_first_token(request) if decodes_elsewhere else None,
-                aborted=aborted or (request.for_remote and not decodes_elsewhere),
+                first_token=_first_token(request) if offers else None,
+                aborted=aborted or (request.for_remote and not offers),
+                complete=complete,
             )
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
@@ -439,6 +443,7 @@ class Engine:
             request.state = State.FINISHED
             outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=error))
         self._requests.clear()
+            self._counters.ended(request, self.settings.block_tokens)
         self._in_flight.clear()
         self._blocks_to_clear = []
         self._ranks_lost = True

@@ -26,6 +26,9 @@ class EngineStats:
     prompt_tokens: int
     cached_tokens: int
     handed_over_tokens: int
+    recomputed_tokens: int
+    computed_again_tokens: int
+    """Prompt tokens that were computed more often than once, because their request was preempted."""
     answer_tokens: int
     ranks: int
     """Number of rank processes."""
@@ -45,6 +48,8 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     handed_over_tokens: int = 0
+    recomputed_tokens: int = 0
+    computed_again_tokens: int = 0
     answer_tokens: int = 0
     revivals: int = 0
     placed_blocks: int = 0
@@ -52,9 +57,12 @@ class Counters:
 
     def ended(self, request: Request, block_tokens: int) -> None:
         """Counts a request that has ended and still has its blocks."""
+        account = request.account
         self.prompt_tokens += request.num_prompt_tokens
-        self.cached_tokens += request.num_cached
-        self.handed_over_tokens += request.num_handed_over
+        self.cached_tokens += account.cached
+        self.handed_over_tokens += account.handed_over
+        self.recomputed_tokens += account.recomputed
+        self.computed_again_tokens += account.computed_again
         for held in request.blocks:
             prompt_blocks = held.ids[: -(-request.num_prompt_tokens // block_tokens) - held.first]
             self.placed_blocks += len(prompt_blocks)
@@ -75,6 +83,8 @@ class Counters:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             handed_over_tokens=self.handed_over_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            computed_again_tokens=self.computed_again_tokens,
             answer_tokens=self.answer_tokens,
             ranks=num_ranks,
             revivals=self.revivals,

@@ -88,7 +88,7 @@ class HandoffResults:
         arrived = usable // size * size
         if failed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
-            request.num_handed_over = arrived - request.num_cached
+            request.sources.handed_over(arrived)
         for held in request.blocks:
             follow_up.blocks_to_clear += held.ids[request.num_computed // size :]
         self._scheduler.run(request)
@@ -137,7 +137,7 @@ class HandoffResults:
         self._scheduler.run(request)
         if nothing_to_compute:
             request.num_computed -= 1  # the first token is chosen from the logits of the last prompt token
-        request.num_handed_over = request.num_computed - request.num_cached
+        request.sources.handed_over(request.num_computed)
         if request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
             request.reason = (

@@ -7,6 +7,7 @@ from enum import Enum
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams, TokenLogprobs
 from kvferry.engines.mini.scheduling.block_manager import BlockHash
 from kvferry.engines.mini.scheduling.output import Answer
+from kvferry.engines.mini.scheduling.prompt_sources import PromptSources
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
 from kvferry.settings import FailurePolicy
@@ -89,8 +90,8 @@ class Request:
         """Decode: the token that prefill chose after the prompt, checked."""
         self.chosen: TokenLogprobs | None = None
         """The log probabilities of the last token chosen."""
-        self.num_cached = 0
-        self.num_handed_over = 0
+        self.sources = PromptSources(len(spec.prompt_token_ids))
+        """Where the KV of its prompt came from."""
         self.reason = ""
         self.timing: HandoffTiming | None = None
         self.stages = StageTimes(arrived_s)
@@ -179,9 +180,4 @@ class Request:
     @property
     def account(self) -> PromptAccount:
         """Where the KV of each prompt token came from."""
-        return PromptAccount(
-            handed_over=self.num_handed_over,
-            cached=self.num_cached,
-            recomputed=self.num_prompt_tokens - self.num_handed_over - self.num_cached,
-            reason=self.reason,
-        )
+        return self.sources.account(self.reason)

@@ -178,7 +178,8 @@ class Scheduler:
         transfer = self._connector.preempted(request) if self._connector is not None else None
         self.running.remove(request)
         self.give_up_blocks(request, transfer)
-        request.reason = request.reason or "preempted: the cache was full"
+        if request.stages.first_token_s is None:
+            request.reason = request.reason or "preempted: the cache was full"
         self.enqueue(request)
 
     def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
@@ -276,12 +277,12 @@ class Scheduler:
         return match
 
     def _start(self, request: Request, match: Match, remote_stop: int | None, plan: StepPlan) -> None:
-        self._account(request, min(request.num_computed, request.num_prompt_tokens))
+        request.sources.admitted(request.num_computed)
         asks = self._connector is not None and request.from_remote and not request.handoff_over
         if asks and (match.num_tokens or not match.reason):
             assert self._connector is not None, "asks"
             tables = request.tables_at(request.num_computed if remote_stop is None else remote_stop)
-            self._connector.after_alloc(request, tables, request.num_cached)
+            self._connector.after_alloc(request, tables, request.num_computed)
         if remote_stop is not None:
             request.state = State.WAITING_FOR_KV
             request.handoff_open = True
@@ -292,7 +293,7 @@ class Scheduler:
             request.reason = match.reason
             if request.num_uncomputed > 0 and not match.reason:
                 request.reason = self.tail_reason(request) or (
-                    f"prefill offered no token beyond the {request.num_cached} that were cached here"
+                    f"prefill offered no token beyond the {request.num_computed} that were cached here"
                 )
             if request.num_uncomputed <= 0:
                 plan.adopted.append(request)
@@ -309,12 +310,3 @@ class Scheduler:
             return ""
         cause = "the model keeps a recurrent state" if self.groups.has_state else "the drafter reads ahead"
         return f"{cause}: prefill leaves the last {left} prompt token{'s' if left > 1 else ''} to decode"
-
-    @staticmethod
-    def _account(request: Request, num_known: int) -> None:
-        """Records where prompt tokens came from. After a preemption, tokens that are still cached keep their source."""
-        if request.num_preemptions:
-            request.num_handed_over = min(request.num_handed_over, max(0, num_known - request.num_cached))
-            request.num_cached = min(request.num_cached, num_known)
-        else:
-            request.num_cached, request.num_handed_over = num_known, 0

@@ -310,7 +310,7 @@ class WorkerServer:
                 response = web.Response(
                     body=msgspec.json.encode(body),
                     content_type="application/json",
-                    headers=reply.served().headers(),
+                    headers=reply.headers(),
                 )
             status = response.status
             if all(choice.finish_reason for choice in reply.choices):
@@ -336,7 +336,7 @@ class WorkerServer:
             async for index, output in generation.outputs():
                 chunk = reply.chunk(index, output)
                 if not response.prepared:
-                    response.headers.update(reply.served().headers())
+                    response.headers.update(reply.headers())
                     await response.prepare(request)
                     reply.began_s = time.monotonic()
                     self._metrics.on_first_token(time.monotonic() - began_s)

@@ -28,6 +28,11 @@ class WorkerMetrics:
         self._prompt_tokens = Counter(
             "kvferry_prompt_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
         )
+        self._computed_again = Counter(
+            "kvferry_prompt_tokens_computed_again",
+            "Prompt tokens that were computed besides those: for further choices, and after preemptions",
+            registry=registry,
+        )
         self._answer_tokens = Counter("kvferry_generation_tokens", "Tokens generated", registry=registry)
         self._handoffs = Counter(
             "kvferry_handoffs", "Hand-offs asked of this worker as decode", ["outcome"], registry=registry
@@ -70,13 +75,11 @@ class WorkerMetrics:
         self._prompt_tokens.labels("handed_over").inc(served.handed_over)
         self._prompt_tokens.labels("cached").inc(served.cached)
         self._prompt_tokens.labels("recomputed").inc(served.recomputed)
+        self._computed_again.inc(served.computed_again)
         self._answer_tokens.inc(num_tokens)
         self._whole.observe(after_s)
         if asked_handoff:
-            # A tail that prefill leaves to decode on purpose is no failure: most of the prompt landed, or all was
-            # cached.
-            lost = served.why and not served.handed_over and served.recomputed
-            self._handoffs.labels("recomputed" if lost else "landed").inc()
+            self._handoffs.labels("recomputed" if served.lost else "landed").inc()
             self._bytes.inc(served.bytes)
             self._transfer.observe(served.transfer_ms / 1e3)
             self._wait.observe(served.wait_ms / 1e3)

@@ -99,9 +99,13 @@ class Reply:
     # ---- what is common ----
 
     def served(self) -> Served:
-        """Returns how the prompts were served, as far as is known: from choice 0 of each prompt, summed over
-        prompts."""
-        firsts = self.choices[:: len(self._job.samplings)]
+        """Returns how the prompts were served, as far as is known: from choice 0 of each prompt, summed over prompts.
+
+        What the other choices have computed of their prompt was computed again.
+        """
+        per_prompt = len(self._job.samplings)
+        firsts = self.choices[::per_prompt]
+        others = [choice.account for i, choice in enumerate(self.choices) if i % per_prompt and choice.account]
         accounts = [choice.account for choice in firsts if choice.account is not None]
         timings = [choice.timing for choice in firsts if choice.timing is not None]
         params = self._job.handoff
@@ -110,13 +114,18 @@ class Reply:
         for_other = params is not None and params.do_remote_decode
         mode = (given.transfer_mode if given else None) or (params.transfer_mode if params else None)
         return Served.of(
-            _sum_accounts(accounts),
+            _sum_accounts(accounts, others),
             timings[0] if timings else None,
             reason=self._job.reason,
             mode=mode,
             prefill=params.remote_engine_id if params is not None and from_other else self._engine_id,
             decode=None if for_other else self._engine_id,
         )
+
+    def headers(self) -> dict[str, str]:
+        """Returns the headers that say how the prompts were served, with the counts if those are complete."""
+        firsts = self.choices[:: len(self._job.samplings)]
+        return self.served().headers(complete=all(choice.account is not None for choice in firsts))
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage: each prompt counts once. `cached_tokens` counts tokens cached here or handed over."""
@@ -252,11 +261,12 @@ class ChatReply(Reply):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _sum_accounts(accounts: list[PromptAccount]) -> PromptAccount:
+def _sum_accounts(accounts: list[PromptAccount], others: list[PromptAccount]) -> PromptAccount:
     return PromptAccount(
         handed_over=sum(one.handed_over for one in accounts),
         cached=sum(one.cached for one in accounts),
         recomputed=sum(one.recomputed for one in accounts),
+        computed_again=sum(one.computed_again for one in (*accounts, *others)) + sum(one.recomputed for one in others),
         reason="; ".join(dict.fromkeys(one.reason for one in accounts if one.reason)),
     )
 

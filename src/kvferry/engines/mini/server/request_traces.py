@@ -46,7 +46,7 @@ class Traces:
         peer = served.prefill
         if asked and status < 400 and peer and (peer in self._totals or len(self._totals) < _MAX_PEERS):
             self._totals[peer] = self._totals.get(peer, HandoffTotals()).plus(
-                landed=not served.why, num_bytes=served.bytes, transfer_s=served.transfer_ms / 1e3
+                landed=not served.lost, num_bytes=served.bytes, transfer_s=served.transfer_ms / 1e3
             )
 
     def answer(self, asked: list[str], *, engine: str, incarnation: str, received_s: float) -> TraceAnswer:
