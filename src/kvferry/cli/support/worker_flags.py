@@ -74,6 +74,7 @@ FLAGS = (
     Flag("num-blocks", EngineSettings, "num_blocks", int),
     Flag("max-batch-tokens", EngineSettings, "max_batch_tokens", int),
     Flag("max-running", EngineSettings, "max_running", int),
+    Flag("overtake", EngineSettings, "overtake_s", float),
     Flag("max-model-len", EngineSettings, "max_model_len", int),
     Flag("threads", EngineSettings, "threads", int),
     Flag("tp", EngineSettings, "tp", int),

@@ -123,6 +123,7 @@ class Engine:
             trailing_dependency=modules,
             slots_ahead=drafter.num_slots_ahead if drafter else 0,
             drafter_starts_cold=drafter is not None and drafter.starts_cold,
+            overtake_s=settings.overtake_s,
             connector=connector,
         )
         self._handoff_results = HandoffResults(
@@ -233,7 +234,8 @@ class Engine:
         """Plans and submits a step. Returns False if there was nothing to compute."""
         depth, num_running = self.executor.depth, len(self.scheduler.running)
         # With several stages a step takes a part of the requests, so that there is a step for every stage.
-        plan = self.scheduler.schedule(max_chunks=None if depth == 1 else max(1, -(-num_running // depth)))
+        max_chunks = None if depth == 1 else max(1, -(-num_running // depth))
+        plan = self.scheduler.schedule(self._clock.now_s(), max_chunks)
         self._record_stages(plan)  # before `submit`, which may compute at once
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         to_clear, self._blocks_to_clear = (*self._blocks_to_clear, *plan.changes.fresh), []
@@ -328,9 +330,9 @@ class Engine:
         counts = []
         for chunk in chunks:
             request = chunk.request
+            request.sources.computed(chunk.start, chunk.stop)
             known = chunk.stop - len(chunk.drafts)
             counts.append(known + (len(chosen[request]) - 1 if chunk.drafts else 0))
-            request.sources.computed(chunk.start, chunk.stop)
             if counts[-1] < chunk.stop and self.scheduler.groups.has_state:
                 # A token cannot be taken out of a state: restore the one before the step, and compute accepted drafts
                 # again.
@@ -362,9 +364,9 @@ class Engine:
                 break
         if request.stages.first_token_s is None:
             request.stages = replace(request.stages, first_token_s=self._clock.now_s())
+            request.sources.close()
         return self._end(request, finish) if finish is not None else self._output(request)
 
-            request.sources.close()
     def _output(self, request: Request, finish: Finish | None = None) -> Output:
         tokens, text, logprobs = request.answer.take()
         account = None
@@ -441,9 +443,9 @@ class Engine:
         error = f"a process of this engine has died: {reason}. Send the request again."
         for request in self._requests.values():
             request.state = State.FINISHED
+            self._counters.ended(request, self.settings.block_tokens)
             outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=error))
         self._requests.clear()
-            self._counters.ended(request, self.settings.block_tokens)
         self._in_flight.clear()
         self._blocks_to_clear = []
         self._ranks_lost = True

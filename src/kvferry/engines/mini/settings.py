@@ -47,6 +47,11 @@ class EngineSettings:
     max_running: int = 64
     """The largest number of requests that run at once; further requests wait."""
 
+    overtake_s: float = 2.0
+    """Seconds after its arrival during which a request without room in the cache lets newer ones pass. After that they
+    pass only if they will have ended before it can begin, so it waits for the requests that run by then, and no
+    longer."""
+
     max_model_len: int | None = None
     """The largest number of tokens in a prompt and its answer together. None means the limit in the model's config."""
 
@@ -94,6 +99,7 @@ class EngineSettings:
             ("tp", 1),
             ("pp", 1),
             ("rank_timeout_s", 1),
+            ("overtake_s", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < low:

@@ -100,7 +100,11 @@ class BlockManager:
 
     def fits(self, known: Sequence[int], num_fresh: int) -> bool:
         """Returns whether `take(known)` followed by `allocate(num_fresh)` will succeed."""
-        return num_fresh <= self.num_free - sum(1 for block in known if self._references[block] == 0)
+        return not self.num_missing(known, num_fresh)
+
+    def num_missing(self, known: Sequence[int], num_fresh: int) -> int:
+        """Returns how many more blocks must be free before that succeeds."""
+        return max(0, num_fresh + sum(1 for block in known if self._references[block] == 0) - self.num_free)
 
     def take(self, known: Sequence[int]) -> None:
         """References blocks that `find` returned."""

@@ -33,6 +33,11 @@ class Answer:
         self.new_logprobs: list[TokenLogprobs] = []
         self.new_text = ""
 
+    @property
+    def max_tokens_left(self) -> int:
+        """The most tokens that are still to come."""
+        return self._max_tokens - self._num_tokens
+
     def push(self, token_id: int, logprobs: TokenLogprobs | None) -> Finish | None:
         """Adds a token. Returns why the answer is complete, or None if it goes on."""
         self._num_tokens += 1

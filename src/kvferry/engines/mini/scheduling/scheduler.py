@@ -4,7 +4,8 @@ cache_groups.py decides which blocks a request has, group by group.
 
 Life of a request:
 
-1. WAITING         in the queue, oldest first, without blocks. `_admit` moves it on when its whole prompt has blocks.
+1. WAITING         in the queue, oldest first, without blocks. `_admit` moves it on when its whole prompt has blocks;
+                   until then newer ones may overtake it, within bounds (overtaking.py).
 2. WAITING_FOR_KV  decode only: its prompt's KV is on its way from another engine into its blocks. handoff_results.py
                    moves it on: landed -> RUNNING; failed -> WAITING, and this time it computes its prompt itself.
 3. RUNNING         has a chunk in every step: a part of its prompt, or its next token. When blocks run out, the newest
@@ -22,11 +23,15 @@ from kvferry.connector.lookahead import extra_window_tokens, verified_tokens
 from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
 from kvferry.engines.mini.scheduling.cache_groups import Groups, PrefixHit
+from kvferry.engines.mini.scheduling.overtaking import Overtaking
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.description import CacheGroup
 
 __all__ = ["Scheduler"]
+
+_MAX_SKIPPED = 32
+"""The most waiting requests without room that are looked at in one step."""
 
 
 class Scheduler:
@@ -45,12 +50,13 @@ class Scheduler:
         trailing_dependency: int = 0,
         slots_ahead: int = 0,
         drafter_starts_cold: bool = False,
+        overtake_s: float = 0.0,
         connector: SchedulerHalf | None = None,
     ) -> None:
         """`specs`: the cache groups of the whole model. `lookahead`: connector.lookahead.num_prefill_lookahead_tokens.
         `trailing_dependency`: how many tokens after a block influence its content (MTP). `slots_ahead`: how many slots
         after the last token a drafter writes to. `drafter_starts_cold`: KV from another engine has nothing for our
-        drafter."""
+        drafter. `overtake_s`: how long a request without room may be overtaken."""
         self.blocks = blocks
         self.groups = Groups(
             specs,
@@ -71,6 +77,7 @@ class Scheduler:
         self.trailing_dependency = trailing_dependency
         self._slots_ahead = slots_ahead
         self._drafter_starts_cold = drafter_starts_cold
+        self._overtaking = Overtaking(overtake_s, max_batch_tokens=max_batch_tokens)
         self._connector = connector
 
     def enter(self, request: Request) -> None:
@@ -103,7 +110,7 @@ class Scheduler:
         elif request.state is State.RUNNING:
             self.running.remove(request)
 
-    def schedule(self, max_chunks: int | None = None) -> StepPlan:
+    def schedule(self, now_s: float, max_chunks: int | None = None) -> StepPlan:
         """Plans the next step. At most `max_chunks` running requests take part, and none that is in flight."""
         plan = StepPlan()
         budget = self._max_batch_tokens
@@ -120,7 +127,7 @@ class Scheduler:
         # A request that was preempted after it was scheduled must not run; and there is no room for new requests then.
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
-            self._admit(plan, budget)
+            self._admit(plan, budget, now_s)
         plan.chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
         self.groups.settle(plan.changes)
         return plan
@@ -207,19 +214,30 @@ class Scheduler:
                 chain_hashes(request.hashes, request.tokens, self.block_tokens)
                 self.groups.remember(request, num_tokens)
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int, now_s: float) -> None:
+        """Admits waiting requests, oldest first. One without room may be overtaken (overtaking.py)."""
+        num_skipped = 0
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
+            if num_skipped >= _MAX_SKIPPED:
+                return
+            if not self._overtaking.may_pass(request):
+                num_skipped += 1
+                continue
             hit, match, remote_stop, counts = self._look_up(request)
             if match.error:
                 plan.refused.append((request, match.error))
                 continue
             if match.wait:
                 continue
-            if not self.blocks.fits(hit.block_ids, sum(counts)):
-                return  # no request overtakes one for which there is no room
+            num_missing = self.blocks.num_missing(hit.block_ids, sum(counts))
+            if num_missing:
+                self._overtaking.no_room(request, num_missing, [*self.running, *self.waiting_for_kv.values()], now_s)
+                num_skipped += 1
+                continue
             self.waiting.remove(request)
+            self._overtaking.admitted(request)
             self.groups.admit(request, hit, counts, remote_stop, plan.changes)
             self._start(request, match, remote_stop, plan)
             if request.state is State.RUNNING and request.num_uncomputed > 0:
