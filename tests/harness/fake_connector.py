@@ -103,6 +103,9 @@ class FakeConnector:
         self.seen.append(f"withdraw {transfer}")
         return False
 
+    def decline(self, params: HandoffParams, reason: str) -> None:
+        self.seen.append(f"decline {params.transfer_id} {reason}")
+
     def build_orders(self) -> StepOrders:
         return StepOrders()
 

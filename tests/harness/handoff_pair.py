@@ -248,6 +248,7 @@ class Pair:
         blocks: tuple[int, ...] = (5, 6, 7, 8),
         prompt: Sequence[int] | None = None,
         expected: int | None = None,
+        answered: bool = False,
     ) -> None:
         """Links come every two tokens, so that short prompts have some."""
         want = Fetch(
@@ -261,6 +262,7 @@ class Pair:
             DEADLINE_S,
             None if prompt is None else Prompt.of(prompt).stated(unit=2),
             expected,
+            answered=answered,
         )
         self.order(self.decode, StepOrders(fetch=(want,)))
 

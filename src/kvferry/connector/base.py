@@ -214,6 +214,13 @@ class SchedulerHalf(Protocol):
         """
         ...
 
+    def decline(self, params: HandoffParams, reason: str) -> None:
+        """Decode: the engine has refused a request with these parameters, so `on_new_request` is not called for it.
+
+        The prefill engine's grant is freed. Any parameters may be given.
+        """
+        ...
+
     def build_orders(self) -> StepOrders:
         """Return all that the worker halves have to know. Called once per step."""
         ...

@@ -47,6 +47,8 @@ class DecodeHandoff:
     expected_tokens: int
     """How many tokens prefill hands over of a prompt of this length."""
     policy: FailurePolicy
+    answered: bool = False
+    """Prefill has answered its own request: only then is the number of tokens known."""
     kept_alive: bool = False
     """The worker halves keep the prefill side's grant alive."""
     started: bool = False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvferry.connector.base import EngineIdentity, Match, Outcome, RequestView
+from kvferry.connector.declined import DeclinedHandoffs, missing_fields
 from kvferry.connector.entries import (
     DecodeHandoff,
     OrdersBuilder,
@@ -79,6 +80,10 @@ class HandoffScheduler:
         policy."""
         self._preempted: set[RequestId] = set()
         """Prefill requests that were preempted after their first offer."""
+        self._meeting: dict[RequestId, tuple[DecodeHandoff, HandoffParams]] = {}
+        """Decode requests whose prefill engine is being asked: its grant is kept alive as soon as it has answered, also
+        if the engine does not look at the request (R25)."""
+        self._declined = DeclinedHandoffs(peers)
         self._next = OrdersBuilder()
 
     # Arrival and matching
@@ -92,12 +97,7 @@ class HandoffScheduler:
         params = request.handoff
         if params is None or not params.do_remote_prefill:
             return
-        missing = [
-            name
-            for name in ("transfer_id", "remote_engine_id", "remote_host", "remote_port")
-            if getattr(params, name) is None
-        ]
-        if missing:
+        if missing := missing_fields(params):
             self._gave_up[request.request_id] = f"kv_transfer_params lack {', '.join(missing)}"
             return
         if params.transfer_mode is not None and params.transfer_mode is not self.mode:
@@ -124,10 +124,17 @@ class HandoffScheduler:
             prompt=prompt.stated(params.remote_prompt_tokens, links=not is_for(params, prompt)),
             expected_tokens=expected,
             policy=self._policy(request),
+            answered=self.mode is TransferMode.PULL and params.remote_num_tokens is not None,
         )
         self._decoding[request.request_id] = entry
         self._by_transfer[transfer] = entry
-        self._find_peer(entry, params)
+        if self._find_peer(entry, params)[0] is PeerStatus.ASKING:
+            self._meeting[request.request_id] = (entry, params)
+
+    def decline(self, params: HandoffParams, reason: str) -> None:
+        """The engine has refused the request with these parameters: free the peer's grant before its lease ends."""
+        if params.do_remote_prefill and not missing_fields(params) and params.transfer_id not in self._by_transfer:
+            self._declined.add(params, reason)
 
     def carried_first_token(self, request: RequestView) -> FirstToken | None:
         """Return the first token in the request's parameters, if they are for this very prompt (R51).
@@ -215,6 +222,7 @@ class HandoffScheduler:
                 deadline_s=self._settings.transfer.deadline_s,
                 prompt=entry.prompt,
                 expected_tokens=entry.expected_tokens,
+                answered=entry.answered,
             )
         )
 
@@ -378,6 +386,10 @@ class HandoffScheduler:
 
     def build_orders(self) -> StepOrders:
         """Return all orders since the last step."""
+        for request, (entry, params) in list(self._meeting.items()):
+            if entry.started or self._find_peer(entry, params)[0] is not PeerStatus.ASKING:
+                self._meeting.pop(request, None)
+        self._next.cancel += self._declined.take_cancels()
         built, self._next = self._next, OrdersBuilder()
         return built.orders()
 
@@ -432,6 +444,7 @@ class HandoffScheduler:
 
     def _forget(self, entry: DecodeHandoff) -> None:
         self._decoding.pop(entry.request, None)
+        self._meeting.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 
     @property
@@ -446,7 +459,7 @@ class HandoffScheduler:
 
     def has_pending_work(self) -> bool:
         """True while a hand-off is open here, on either side."""
-        return bool(self._by_transfer) or bool(self._next.cancel or self._next.withdraw)
+        return bool(self._by_transfer or self._declined or self._next.cancel or self._next.withdraw)
 
 
 class PullScheduler(HandoffScheduler, mode=TransferMode.PULL):

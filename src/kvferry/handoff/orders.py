@@ -93,6 +93,8 @@ class Fetch:
     expected_tokens: int | None = None
     """How many tokens prefill hands over of a prompt of this length: all that can be compared with a peer that does not
     compare prompts."""
+    answered: bool = False
+    """Pull: prefill has answered its request, so it knows this transfer unless that has ended there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,6 +187,10 @@ class Contract:
         seen.blocks, seen.offered = set(), 0
         return transfer
 
+    def decline(self, params: HandoffParams, reason: str) -> None:
+        """For requests that never came to be."""
+        self._half.decline(params, reason)
+
     def build_orders(self) -> StepOrders:
         """Every record of orders must reach the worker halves: see `missing_orders`."""
         orders = self._half.build_orders()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.compression_utils import HAS_BROTLI
 from aiohttp.typedefs import Handler, Middleware
 
 from kvferry.errors import FerryError, Overloaded, RequestError, RequestTooLong
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = web.RequestKey("kvferry_request_id", str)
 _MAX_REQUEST_ID_CHARS = 512
 """vllm-router names both workers in it, with their host names."""
+_READABLE = ("identity", "gzip", "deflate", *(("br",) if HAS_BROTLI else ()))
+"""What `Content-Encoding` of a request may say."""
+_MAX_SHOWN_CHARS = 40
 _HINTS = {
     404: "There is no {method} {path} here; see /v1/models, /v1/completions, /v1/chat/completions, /health, "
     "/metrics{more}.",
@@ -96,12 +100,16 @@ def error_middleware(new_request_id: Callable[[], str], more_paths: str = "") ->
         usable = given.isascii() and given.isprintable() and 0 < len(given) <= _MAX_REQUEST_ID_CHARS
         request[REQUEST_ID] = given if usable else new_request_id()
         try:
+            _check_content_encoding(request)
             response = await handler(request)
         except FerryError as error:
             api_error = as_api_error(error)
             if api_error is not error and api_error.status == 500:
                 logger.exception("request failed request=%s path=%s", request[REQUEST_ID], request.path)
             response = api_error.response()
+        except web.RequestPayloadError:
+            response = _unreadable(request).response()
+            response.force_close()  # where the next request begins is not known
         except web.HTTPRequestEntityTooLarge as error:
             response = too_large(request, error).response()
         except web.HTTPException as error:
@@ -121,6 +129,31 @@ def error_middleware(new_request_id: Callable[[], str], more_paths: str = "") ->
         return response
 
     return middleware
+
+
+def _check_content_encoding(request: web.Request) -> None:
+    """Raises ApiError (415) for a body in an encoding that is not read here."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.strip().lower() not in _READABLE:
+        raise ApiError(
+            415,
+            f"Content-Encoding={encoding[:_MAX_SHOWN_CHARS]!r} is not read here: send the body as it is, without that "
+            f"header, or in one of {', '.join(_READABLE[1:])}",
+            code="unsupported_encoding",
+        )
+
+
+def _unreadable(request: web.Request) -> ApiError:
+    """Returns the error for a body that is not what its headers say: status 400."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING)
+    if encoding is None:
+        return ApiError(400, "the body is not framed as its headers say: send it again, whole", code="invalid_body")
+    return ApiError(
+        400,
+        f"the body is not in Content-Encoding={encoding[:_MAX_SHOWN_CHARS]!r}, or ends early: compress it again, or "
+        "send it as it is, without that header",
+        code="invalid_encoding",
+    )
 
 
 def too_large(request: web.Request, error: web.HTTPRequestEntityTooLarge) -> ApiError:

@@ -36,6 +36,7 @@ from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockManager
 from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
 from kvferry.engines.mini.scheduling.handoff_results import HandoffResults
+from kvferry.engines.mini.scheduling.limits import Limits
 from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.engines.mini.scheduling.scheduler import Scheduler
@@ -45,9 +46,10 @@ from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.engines.mini.speculation.rejection import verify
 from kvferry.engines.mini.step import ChunkInput, StepInput
-from kvferry.errors import RanksLost, RequestError, RequestTooLong
+from kvferry.errors import RanksLost, RequestError
 from kvferry.ids import RequestId
 from kvferry.wire.first_token import FirstToken
+from kvferry.wire.params import HandoffParams
 
 __all__ = ["Engine", "EngineSettings", "EngineStats"]
 
@@ -126,6 +128,13 @@ class Engine:
             overtake_s=settings.overtake_s,
             connector=connector,
         )
+        self.limits = Limits(
+            self.scheduler.groups,
+            self.blocks,
+            max_model_len=self.max_model_len,
+            vocab_size=self.model.config.vocab_size,
+        )
+        """What this engine can never serve. Any thread may ask."""
         self._handoff_results = HandoffResults(
             self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size
         )
@@ -144,18 +153,16 @@ class Engine:
         """
         if self._ranks_lost:
             self._restart_ranks()
-        prompt, vocab = spec.prompt_token_ids, self.model.config.vocab_size
         if spec.request_id in self._requests:
             raise RequestError(f"request_id={spec.request_id!r} is in use. Use another one.")
-        if not prompt:
-            raise RequestError("the prompt has no tokens. Send at least one.")
-        wrong = next((token for token in prompt if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestError(f"the prompt has the token id {wrong!r}; this model has ids 0 to {vocab - 1}.")
+        try:
+            self.limits.check(spec)
+        except RequestError as error:
+            self.decline(spec.handoff, str(error))
+            raise
         for_remote = spec.handoff is not None and spec.handoff.do_remote_decode
         max_tokens = 1 if for_remote else spec.sampling.max_tokens
-        self._check_length(len(prompt), max_tokens)
-        answer = Answer(spec.sampling, Detokenizer(self.tokenizer, prompt), self._eos, max_tokens)
+        answer = Answer(spec.sampling, Detokenizer(self.tokenizer, spec.prompt_token_ids), self._eos, max_tokens)
         request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
         self._number += 1
         self._requests[spec.request_id] = request
@@ -169,19 +176,11 @@ class Engine:
             request.reason = "this engine has no connector"
         self.scheduler.enter(request)
 
-    def _check_length(self, num_prompt: int, max_tokens: int) -> None:
-        if num_prompt + max_tokens > self.max_model_len:
-            raise RequestTooLong(
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than the model's context of "
-                f"{self.max_model_len}. Shorten the prompt, or ask for at most "
-                f"{max(0, self.max_model_len - num_prompt)} tokens."
-            )
-        if self.scheduler.groups.need(num_prompt + max_tokens - 1) > self.blocks.num_usable:
-            room = self.scheduler.groups.room_tokens()
-            raise RequestTooLong(
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} are more than this worker's cache of {room} "
-                "tokens. Shorten the prompt, ask for less, or start the worker with a larger cache_bytes (--cache-gb)."
-            )
+    def decline(self, handoff: HandoffParams | None, reason: str) -> None:
+        """Says to the prefill engine that these parameters name that the request was refused, so that it frees its
+        blocks. Does nothing for others."""
+        if self._connector is not None and handoff is not None and handoff.do_remote_prefill:
+            self._connector.decline(handoff, reason)
 
     def abort(self, request_id: RequestId) -> None:
         """Ends a request at once; the next step returns its last output. Unknown and ended ids are ignored."""

@@ -33,6 +33,8 @@ from kvferry.wire.handoff_messages import Fail, Ready, Renew, RenewAck, Stopped,
 __all__ = ["DecodeMachine"]
 
 _NEVER = float("inf")
+_UNKNOWN_AFTER_S = 1.0
+"""After this time without a grant of what prefill has answered for, it is asked whether it knows the transfer."""
 
 
 class DecodeMachine:
@@ -212,6 +214,7 @@ class DecodeMachine:
                 if source.ttl_s:
                     source.lease_s = self._heartbeats.held_s(source.acked_s, source.ttl_s)
                 self._start_reads(receive, source, now_s, renew=False)
+                self._check_known(receive, source, sent_s, now_s)
             elif source.state is SourceState.ACTIVE:
                 source.acked_s = source.lease_s = -_NEVER
                 self._wind_down.fail(receive, "prefill has ended the grant", now_s)
@@ -418,4 +421,33 @@ class DecodeMachine:
                         self._heartbeats.add(source.peer, receive.fetch.transfer, now_s)
                     self._outgoing.ask(receive, source, now_s)
                 due_s = min(due_s, source.asked_s + again_s)
+                if receive.fetch.answered and not source.doubted:
+                    due_s = min(due_s, self._doubt(receive, source, now_s))
         return due_s
+
+    # ---- what prefill should know, and does not
+
+    def _doubt_s(self, receive: Receive) -> float:
+        """Returns when prefill should have granted what it has answered for. Ranks beside the first may still compute
+        when it answers."""
+        ranks = self._ranks_of(receive.fetch.engine, receive.fetch.incarnation) or ()
+        wait_s = _UNKNOWN_AFTER_S if len(ranks) == 1 else 5 * _UNKNOWN_AFTER_S
+        return receive.begun_s + min(wait_s, self._lease.renew_every_s)
+
+    def _doubt(self, receive: Receive, source: Source, now_s: float) -> float:
+        """Claims again and asks for a sign of life, which comes after the grant, if there is one. Returns when."""
+        if now_s < (at_s := self._doubt_s(receive)):
+            return at_s
+        source.doubted = True
+        self._outgoing.ask(receive, source, now_s)
+        self._heartbeats.renew_now(source.peer, receive.fetch.transfer, now_s)
+        return _NEVER
+
+    def _check_known(self, receive: Receive, source: Source, sent_s: float, now_s: float) -> None:
+        """Fails a receive whose prefill lives, has had our claims, and has granted nothing although it has answered."""
+        waits = receive.state is ReceiveState.OPEN and source.state is SourceState.WAITING
+        if waits and source.doubted and sent_s >= self._doubt_s(receive):
+            self._wind_down.fail(
+                receive, "prefill does not know it: it has ended there, or was another engine's", now_s
+            )
+            self._advance(receive, now_s)

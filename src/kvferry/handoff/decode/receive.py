@@ -31,6 +31,8 @@ class Source:
     asked_s: float
     """When Claim, Register or Revoke was last sent; they are sent again until answered."""
     state: SourceState = SourceState.WAITING
+    doubted: bool = False
+    """Pull: it has answered its own request and not our claim, and was asked whether it lives."""
     acked_s: float = -_NEVER
     """Pull: when the last renewal that prefill acknowledged was sent."""
     lease_s: float = -_NEVER

@@ -66,13 +66,13 @@ def test_truncation_is_kept_when_prefill_preempts(
         decode.add(replace(asked, handoff=pair._address(params)))
     schedule, count = prefill.scheduler.schedule, 0
 
-    def preempt_once(max_chunks: int | None = None) -> object:
+    def preempt_once(now_s: float, max_chunks: int | None = None) -> object:
         nonlocal count
         if count == steps and request in prefill.scheduler.running:
             prefill.scheduler._preempt(request)
             assert (request.num_deferred, request.num_computed) == (DEPTH, 0)
         count += 1
-        return schedule(max_chunks=max_chunks)
+        return schedule(now_s, max_chunks)
 
     prefill.scheduler.schedule = preempt_once  # type: ignore[method-assign,assignment]
     answer: list[int] = []

@@ -123,6 +123,37 @@ class WorkerLineReady:
         return bool(until(lambda: self._worker.channel.connected, "the scheduler is connected", within_s=WAIT_S))
 
 
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ("+p", (["p"], [])),
+        ("-p", ([], ["p"])),
+        ("+p -p", ([], ["p"])),
+        ("-p +p", (["p"], ["p"])),
+        ("+p -p +p", (["p"], ["p"])),
+        ("+p +q -p", (["q"], ["p"])),
+        ("+p -q", (["p"], ["q"])),
+    ],
+)
+def test_without_a_channel_a_peer_that_came_and_went_is_gone(
+    hub: ChannelHub, sent: str, expected: tuple[list[str], list[str]]
+) -> None:
+    """Workers take those who have gone before those who have come, so the order must not be lost in one step."""
+    for one in sent.split():
+        name = one[1:]
+        hub.send_peers(StepOrders(accepted=(came(name),)) if one[0] == "+" else StepOrders(gone=(left(name),)))
+    accepted, gone = hub.take()
+    assert ([peer.engine for peer in accepted], [peer.engine for peer in gone]) == expected
+    assert hub.take() == ((), ())
+
+
+def test_of_two_incarnations_the_one_that_came_last_stays(hub: ChannelHub) -> None:
+    second = PeerAccepted(EngineId("p"), Incarnation("2"), b"")
+    hub.send_peers(StepOrders(accepted=(came(),)))
+    hub.send_peers(StepOrders(gone=(left(),), accepted=(second,)))
+    assert hub.take() == ((second,), (left(),))
+
+
 def test_orders_come_after_the_peers_that_they_name(worker: Worker, hub: ChannelHub) -> None:
     connected = [hub.connected]
     hub.connect([worker.channel.address])

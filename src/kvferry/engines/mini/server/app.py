@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
@@ -24,6 +25,7 @@ from kvferry.engines.mini.server.generate import Generation, Job
 from kvferry.engines.mini.server.handoff_request import read_handoff
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
+from kvferry.engines.mini.server.refused_handoffs import DeclinesHandoffs, handoff_of
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
 from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, sampling_of
 from kvferry.engines.mini.server.request_reader import RequestReader
@@ -144,8 +146,8 @@ class WorkerServer:
         self.app.on_cleanup.append(self._on_cleanup)
         self.app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
-                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._declining(self._completions)),
+                web.post("/v1/chat/completions", self._declining(self._chat)),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
@@ -172,6 +174,22 @@ class WorkerServer:
         await self._engine.stop()
 
     # ---- completions ----
+
+    def _declining(self, handler: Handler) -> Handler:
+        """Returns a handler that tells the prefill engine of a hand-off that was refused with its request."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except FerryError as error:
+                engine = self._worker.engine
+                final = 400 <= as_api_error(error).status < 500
+                if final and isinstance(engine, DeclinesHandoffs) and (params := await handoff_of(request)):
+                    reason = f"decode refused the request: {error}"
+                    self._engine.later(lambda: engine.decline(params, reason[:_MAX_REASON_CHARS]))
+                raise
+
+        return handle
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body, prompts = await self._reader.completion(request)
@@ -280,6 +298,11 @@ class WorkerServer:
                     param="messages" if isinstance(body, ChatBody) else "prompt",
                     code="context_length_exceeded",
                 )
+        limits = getattr(self._worker.engine, "limits", None)
+        if limits is not None:
+            for_remote = bool(body.kv_transfer_params and body.kv_transfer_params.get("do_remote_decode"))
+            for prompt in prompts:
+                limits.check_length(len(prompt.token_ids), 1 if for_remote else max(max_tokens, 1))
         if self.draining.begun:
             raise ApiError(503, "this worker is draining: send the request to another one", code="draining",
                            retry_after_s=1)  # fmt: skip

@@ -110,6 +110,11 @@ class EngineThread:
         if self._sinks.pop(request_id, None) is not None:
             self._command(lambda: self._engine.abort(request_id))
 
+    def later(self, function: Callable[[], None]) -> None:
+        """Runs `function` on the engine thread between two steps; not at all if the engine has ended."""
+        if self.failure is None and not self._stopping:
+            self._command(function)
+
     async def call(self, function: Callable[[], T]) -> T:
         """Runs `function` on the engine thread between two steps and returns its result."""
         if self.failure is not None or self._stopping:

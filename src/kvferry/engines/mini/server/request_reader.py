@@ -22,6 +22,7 @@ from kvferry.engines.mini.server.prompts import (
     prompt_of_ids,
     prompt_of_text,
 )
+from kvferry.engines.mini.server.refused_handoffs import remember_handoff
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.errors import RequestTooLong
 from kvferry.web.api_errors import ApiError
@@ -64,6 +65,7 @@ class RequestReader:
         self.num_reading += 1
         try:
             fields = await read_fields(request)
+            remember_handoff(request, fields)
             self._check_sizes(fields)
             body, items = await self._do(len(fields.raw), partial(_completion_of, fields))
             prompts = [await self._do(len(item), partial(self._prompt, item)) for item in items]
@@ -76,6 +78,7 @@ class RequestReader:
         self.num_reading += 1
         try:
             fields = await read_fields(request)
+            remember_handoff(request, fields)
             self._check_sizes(fields)
             body = await self._do(len(fields.raw), partial(decode_body, fields.raw, ChatBody))
             if len(body.messages) > self._max_model_len:

@@ -67,12 +67,23 @@ class ChannelHub:
             channel.send(orders)
 
     def take(self) -> tuple[tuple[PeerAccepted, ...], tuple[PeerGone, ...]]:
-        """For the orders of a step that is being made now: who came, who left."""
+        """Returns who has come and gone since the last call, for the orders of a step that is being made now.
+
+        Workers take those who have gone before those who have come. So one who came and has gone since is left out.
+        """
         if not self._waiting:
             return (), ()
-        hub = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        came = tuple(peer for peer in hub if isinstance(peer, PeerAccepted))
-        return came, tuple(peer for peer in hub if isinstance(peer, PeerGone))
+        came: dict[tuple[str, str], PeerAccepted] = {}
+        gone: list[PeerGone] = []
+        for _ in range(len(self._waiting)):
+            peer = self._waiting.popleft()
+            key = (peer.engine, peer.incarnation)
+            if isinstance(peer, PeerAccepted):
+                came[key] = peer
+            else:
+                came.pop(key, None)
+                gone.append(peer)
+        return tuple(came.values()), tuple(gone)
 
     def take_reports(self) -> tuple[tuple[StepReport, ...], tuple[PeerGone, ...]]:
         """Returns what has arrived through the channels since the last call: reports, and peers found to be gone."""
