@@ -13,7 +13,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not slow and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: soak test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -103,6 +103,10 @@ pictures: setup  ## docs/pictures: crossing.svg, by the cost model without a cal
 
 load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf makes the load (else our own clients)
 	$(BIN)/python -m tests.e2e.under_load $(if $(AIPERF),--aiperf $(AIPERF)) --seconds 120
+
+soak: setup  ## does memory grow? real workers under 20,000 requests, and 20,000 in push with speculation; a quarter of an hour
+	$(BIN)/python -m tests.e2e.soak --requests 20000 --mode pull
+	$(BIN)/python -m tests.e2e.soak --requests 20000 --mode push --spec '{"method": "ngram", "num_speculative_tokens": 3}'
 
 sim: setup  ## a million simulated hand-offs with faults
 	$(BIN)/kvferry sim --runs 1000000

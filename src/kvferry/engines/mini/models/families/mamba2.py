@@ -12,6 +12,8 @@ __all__ = ["convolve", "convolve_steps", "scan", "scan_steps"]
 
 CHUNK_TOKENS = 128
 """How many tokens one round of matrix products covers: work grows with its square, and the number of rounds falls."""
+PAD_TOKENS = 64
+"""The convolution of a sequence is computed for a multiple of this number of tokens."""
 
 
 def convolve(
@@ -22,7 +24,9 @@ def convolve(
     Takes x [T, C], state [C, K - 1] (the inputs before it) and weight [C, K].
     """
     line = torch.cat([state.to(x.dtype), x.t()], dim=1)
-    summed = functional.conv1d(line[None], weight[:, None], bias, groups=len(weight))[0]
+    # oneDNN keeps a kernel per length (models/linear.py): there are few lengths in multiples of PAD_TOKENS.
+    padded = functional.pad(line, (0, -len(x) % PAD_TOKENS))
+    summed = functional.conv1d(padded[None], weight[:, None], bias, groups=len(weight))[0, :, : len(x)]
     return functional.silu(summed).t(), line[:, len(x) :]
 
 
