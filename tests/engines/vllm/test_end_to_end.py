@@ -193,6 +193,25 @@ def test_push_without_a_prefill(lab: Lab) -> None:  # R29: no request hangs
     well_again(lab, pair, "push-first")
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_a_push_router_that_names_no_transfer(lab: Lab, choices: int) -> None:  # R17
+    """As vllm-router sends it: one X-Request-Id for both, and for decode that id and prefill's address."""
+    pair = push_pair(lab)
+    before = external(pair)
+    prompt, request_id = lab.prompt(300), f"___prefill_addr_x:1___decode_addr_y:2_{choices:032x}"
+    many: dict[str, Any] = {"n": choices, "temperature": 1.0} if choices > 1 else {}
+    first = ask(pair.prefill, prompt, max_tokens=1, params={"do_remote_decode": True}, request_id=request_id, **many)
+    assert first.ok, first.error
+    params = {
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request_id, "tp_size": 1,
+        "remote_engine_id": pair.prefill.spec.name, "remote_host": "127.0.0.1", "remote_port": pair.prefill.side_port,
+    }  # fmt: skip
+    answer = ask(pair.decode, prompt, max_tokens=8, params=params, request_id=request_id, timeout_s=100.0, **many)
+    assert answer.ok, answer.error
+    assert external(pair) - before == len(prompt), "one hand-off, however many choices"
+    assert poll_until(lambda: pair.prefill.metric("kvferry_open_grants") == 0, 60.0) >= 0
+
+
 def test_a_child_of_multi_connector_whose_prefill_is_unreachable_does_not_loop(lab: Lab) -> None:  # R29
     """vLLM's own policy is to recompute, and the child has the default, to fail."""
     ferry = {

@@ -17,6 +17,8 @@ pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make t
 
 from vllm.v1.request import RequestStatus
 
+from kvferry.engines.vllm.metrics import of_unstarted, of_worker
+from kvferry.stats import HandoffStats
 from tests.harness.vllm_engine import CHAINS, Engine, failed, landed, released
 from tests.harness.vllm_models import make_model
 
@@ -123,3 +125,16 @@ def test_one_bad_handoff_delays_no_other(prefill: Engine, decode: Engine, wanted
     assert good.status == plain.status == RequestStatus.FINISHED_LENGTH_CAPPED
     assert (bad.status == RequestStatus.FINISHED_LENGTH_CAPPED) is (wanted == "length")
     prefill.step(released(params))
+
+
+def test_only_handoffs_that_ended_write_a_line_into_vllms_log() -> None:
+    """Gauges change on prefill with each grant; its log then had a line of zeros every ten seconds."""
+    gauges = of_worker(HandoffStats(open_grants=1), HandoffStats())
+    assert gauges is not None
+    assert gauges.is_empty()
+    assert gauges.data["now"]["open_grants"] == 1, "but vLLM's metrics have it"
+    failed_once = of_unstarted(1)
+    assert failed_once is not None
+    assert not failed_once.is_empty()
+    assert failed_once.reduce()["failed"] == 1
+    assert of_unstarted(0) is None
