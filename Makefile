@@ -13,7 +13,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not slow and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: soak test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos check fix bench sim docs setup
+.PHONY: soak test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos binding check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -121,6 +121,10 @@ spec-matrix: setup  ## every draft depth on prefill and decode, both modes; minu
 chaos: setup  ## kill and stop workers under load, 20 times in each way and mode; minutes
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
+
+binding: setup  ## a thousand pairs of prompts with each other's hand-offs, both modes, embedded engine and vLLM; an hour
+	$(BIN)/python -m tests.e2e.foreign_prompts
+	$(BIN)/python -m tests.engines.vllm.foreign_prompts
 
 docs: setup  ## what is made from code: settings.md, compatibility.md, layout-matrix.md, and parts of route.md and life-of-a-handoff.md
 	$(BIN)/python -m kvferry.cli.support.reference_pages

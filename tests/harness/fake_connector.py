@@ -128,12 +128,12 @@ class FakeConnector:
 
     # The peer
 
-    def land(self, name: str, stop: int, *, note: bytes = b"") -> None:
-        """Reports that the tokens up to `stop` have arrived."""
+    def land(self, name: str, stop: int, *, note: bytes = b"", difference: str = "") -> None:
+        """Reports that the tokens up to `stop` have arrived. `difference`: how prefill's prompt is another one."""
         request = RequestId(name)
         self.open.discard(request)
         arrived = TokenRange(self.cached[request], stop)
-        landed = Landed(TransferId(f"t-{name}"), request, arrived, 1000, 3, 0.5, 7, note)
+        landed = Landed(TransferId(f"t-{name}"), request, arrived, 1000, 3, 0.5, 7, note, difference=difference)
         self.outcomes.append(Outcome(landed=(landed,)))
 
     def fail(self, name: str, *, recompute: bool = True, arrived: int = 0, released: bool = False) -> None:

@@ -33,6 +33,8 @@ class Servers:
     alone: str
     mode: str
     model: str = "model"
+    alone_fields: dict[str, Any] = field(default_factory=dict)
+    """What makes a request to `alone` independent of every other one there, such as a cache salt."""
     peer: dict[str, Any] = field(default_factory=dict)
     """Push: the parameters that name the prefill worker (engine, host, port)."""
 
@@ -154,8 +156,9 @@ def swap_all(servers: Servers, pairs: Sequence[tuple[Prompt, Prompt]], *, at_onc
     tally = Tally()
 
     def alone(prompt: Prompt) -> list[int]:
+        more = {"model": servers.model, **servers.alone_fields}
         return complete(
-            servers.alone, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=120.0, model=servers.model
+            servers.alone, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=120.0, **more
         ).token_ids
 
     swap = _Swap(servers, tally, alone)

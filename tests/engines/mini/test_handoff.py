@@ -61,12 +61,12 @@ def _until_waiting(engine: Engine) -> None:
     assert engine.stats().waiting_for_kv == 1
 
 
-def _bring(source: Side, target: Side, name: str, stop: int) -> None:
+def _bring(source: Side, target: Side, name: str, stop: int, difference: str = "") -> None:
     """Copies what decode needs from the prefill request `p`."""
     (_, p), (_, d) = source, target
     request = next(request for request in d.tables if request == name)
     copy_tokens(p.cache, p.tables[next(iter(p.tables))], d.cache, d.tables[request], d.cached[request], stop)
-    d.land(name, stop)
+    d.land(name, stop, difference=difference)
 
 
 # Prefill
@@ -573,3 +573,45 @@ def test_a_first_token_that_the_client_has_is_kept_whatever_happens_to_the_kv(
         assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it continues from that token
     else:
         assert tokens == alone
+
+
+def test_after_another_prompts_hand_off_only_the_common_prefix_is_used(
+    make_side: Callable[..., Side], make_engine: MakeEngine
+) -> None:
+    """R51: decode computes the rest, takes no first token, and says why; its prefix cache has nothing foreign."""
+    prefill, decode = make_side(), make_side()
+    theirs = prompt_of(80)
+    ours = [*theirs[:37], *reversed(theirs[37:])]
+    params = _prefilled(prefill, theirs)
+    assert params.first_token is not None
+    engine, _ = decode
+    engine.add(ask("d", ours, params))
+    _until_waiting(engine)
+    _bring(prefill, decode, "d", 37, "prefill computed another prompt")
+    outputs = finish(engine)["d"]
+    right = tokens_of(_alone(make_engine, ours))
+    assert tokens_of(outputs) == right
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed) == (37, 43)
+    assert account.reason == "prefill computed another prompt"
+    for prompt, name in ((ours, "again"), (theirs, "theirs")):
+        engine.add(ask(name, prompt))
+        assert tokens_of(finish(engine)[name]) == tokens_of(_alone(make_engine, prompt))
+
+
+def test_a_first_token_for_another_prompt_is_not_used(make_side: Callable[..., Side], make_engine: MakeEngine) -> None:
+    """R51: all the KV of a prompt that is one token shorter arrives; what prefill chose follows the longer one."""
+    prefill, decode = make_side(), make_side()
+    theirs = prompt_of(49)
+    ours = theirs[:-1]
+    params = _prefilled(prefill, theirs)
+    engine, _ = decode
+    engine.add(ask("d", ours, params))
+    _until_waiting(engine)
+    _bring(prefill, decode, "d", 48, "prefill computed another prompt")
+    outputs = finish(engine)["d"]
+    assert tokens_of(outputs) == tokens_of(_alone(make_engine, ours))
+    account = outputs[-1].account
+    assert account is not None
+    assert (account.handed_over, account.recomputed) == (47, 1)

@@ -1,6 +1,6 @@
 """The scheduler half in vLLM's terms, with a manager and requests that behave like vLLM's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.layout.description import CacheKind
 from kvferry.settings import FailurePolicy, FerrySettings, TransferMode, TransferSettings
+from kvferry.wire.prompt_digest import Agreement, Prompt
 
 FULL = GroupForm(kind=CacheKind.FULL, block_tokens=16, kernel_tokens=16)
 STATE = GroupForm(kind=CacheKind.STATE, block_tokens=0, kernel_tokens=0)
@@ -458,3 +459,44 @@ def test_decode_requests_what_prefill_computes_and_no_more() -> None:  # R32
 )  # fmt: skip
 def test_the_back_off(lookahead: int, states: bool, windows: bool, wanted: int) -> None:  # R32
     assert backoff_tokens(lookahead, states=states, windows=windows) == wanted
+
+
+def test_a_shorter_hand_off_goes_on_after_what_arrived() -> None:  # R51
+    """Prefill's prompt was another one: vLLM computes the rest, and caches nothing of what was matched beyond."""
+    engine = Engine()
+    request = waiting(engine)
+    engine.orders()
+    short = replace(landed().landed[0], arrived=TokenRange(0, 17), difference="another prompt")
+    assert engine.half.update([StepReport(landed=(short,))]).received == {"r"}
+    assert request.num_computed_tokens == 17
+    assert engine.manager.get_blocks("r").get_block_ids() != ([],)
+
+
+def test_a_shorter_hand_off_of_windows_or_states_starts_afresh() -> None:  # R51
+    engine = Engine(forms=(FULL, STATE))
+    request = waiting(engine)
+    engine.orders()
+    short = replace(landed().landed[0], arrived=TokenRange(0, 17))
+    assert engine.half.update([StepReport(landed=(short,))]).received == {"r"}
+    assert request.num_computed_tokens == 0
+    assert engine.manager.get_blocks("r").get_block_ids() == ([],)  # vLLM allocates them again
+
+
+def test_offers_and_fetches_know_the_prompt_to_its_last_token_and_its_salt() -> None:  # R51
+    engine = Engine(backoff=1)
+    request = Request("r", {"do_remote_decode": True, "transfer_id": "t1"}, cache_salt="tenant")
+    whole = Prompt.of(list(request.prompt_token_ids), "[('cache_salt', 'tenant')]")
+    engine.half.on_new_request(request)
+    assert request.num_prompt_tokens == 39  # the back-off is not computed here, and still part of the prompt
+    engine.manager.allocate("r", 3)
+    request.num_computed_tokens = 39
+    engine.half.request_finished(request, ([1, 2, 3],), well=True)
+    (offer,) = engine.orders()[0].offer
+    assert offer.prompt == whole
+    decode = Engine(backoff=1)
+    asked = Request("r", from_prefill(), cache_salt="other")
+    decode.half.on_new_request(asked)
+    tokens, _ = decode.half.get_num_new_matched_tokens(asked, 0)
+    decode.half.update_state_after_alloc(asked, decode.manager.allocate("r", 3), tokens)
+    (fetch,) = decode.orders()[0].fetch
+    assert whole.agreement(fetch.prompt) == Agreement(0, whole=False)
