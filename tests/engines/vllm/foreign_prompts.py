@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     good = True
-    with Lab("kvferry") as lab:
+    with Lab("kvferry", policy="recompute") as lab:
         for way in args.way or WAYS:
             for mode in args.mode or ("pull", "push"):
                 with tempfile.TemporaryDirectory() as scratch:
