@@ -19,7 +19,7 @@ LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS, VOCAB = ("layers.0.attn", "layers.1.attn"),
 
 @dataclass(eq=False)
 class Request:
-    """One request. The scheduler half reads the first four fields, and no others (kvferry.RequestView)."""
+    """One request. The scheduler half reads the first four fields, the prompt and its salt (kvferry.RequestView)."""
 
     request_id: kvferry.RequestId
     num_prompt_tokens: int

