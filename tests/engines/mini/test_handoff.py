@@ -615,3 +615,26 @@ def test_a_first_token_for_another_prompt_is_not_used(make_side: Callable[..., S
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.recomputed) == (47, 1)
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_kv_of_a_failed_hand_off_never_enters_the_prefix_cache(
+    make_side: Callable[..., Side], make_engine: MakeEngine, released: bool
+) -> None:
+    """R51: whatever bytes have come, and whether the request keeps its blocks or gets others."""
+    prefill, decode = make_side(), make_side()
+    theirs, ours = prompt_of(64), prompt_of(65)[1:]
+    params = _prefilled(prefill, theirs)
+    engine, connector = decode
+    engine.add(ask("d", ours, params))
+    _until_waiting(engine)
+    (_, p) = prefill
+    copy_tokens(p.cache, p.tables[RequestId("p")], connector.cache, connector.tables[RequestId("d")], 0, 64)
+    connector.fail("d", released=released)
+    right = tokens_of(_alone(make_engine, ours))
+    assert tokens_of(finish(engine)["d"]) == right
+    engine.add(ask("again", ours))
+    assert tokens_of(finish(engine)["again"]) == right
+    if not released:
+        connector.release("d")
+        engine.step()
