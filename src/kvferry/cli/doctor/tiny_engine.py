@@ -48,9 +48,15 @@ class _Request:
     blocks: tuple[int, ...]
     on_failure: FailurePolicy | None = FailurePolicy.RECOMPUTE
 
+    salt: str = ""
+
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.prompt
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
