@@ -153,13 +153,19 @@ def test_the_remedy_makes_decode_follow_prefill() -> None:  # R10
 def test_the_remedy_gives_the_side_without_a_drafter_one() -> None:  # R3 R10
     answer = verdict(facts(speculation=None, engine="vllm"), decode_facts(engine="vllm"))
     assert [row.fact for row in answer.rows] == ["speculation.method"]
-    assert answer.rows[0].remedy("p0", "d0") == """on p0: --speculative-config '{"method": "eagle3", ...}'"""
+    assert answer.rows[0].remedy("p0", "d0") == (
+        """on p0: --speculative-config '{"method": "eagle3", "model": "org/draft", "revision": "v1", """
+        """"num_speculative_tokens": 3, "code_revision": "c1", "attention_backend": "TORCH_SDPA"}'"""
+    )
 
 
 def test_the_remedy_says_how_to_get_a_drafter() -> None:  # R10
     answer = verdict(facts(speculation=None), decode_facts(engine="vllm"))
     row = next(row for row in answer.rows if row.fact == "speculation.method")
-    assert row.remedy("p0", "d0") == ("""on p0: kvferry serve --speculative-config '{"method": "eagle3", ...}'""")
+    assert row.remedy("p0", "d0") == (
+        """on p0: kvferry serve --speculative-config '{"method": "eagle3", "model": "org/draft", "revision": "v1", """
+        """"num_speculative_tokens": 3}'"""
+    )
 
 
 def test_every_remedy_for_kvferry_serve_can_be_typed() -> None:  # R10

@@ -1,5 +1,7 @@
 """The rows of the table of facts that are about speculative decoding (R3 to R7)."""
 
+import json
+import shlex
 from collections.abc import Callable
 
 from kvferry.handshake.effective import GARBAGE, kv_dtype, model_dtype, revision
@@ -8,7 +10,7 @@ from kvferry.handshake.fact import Change, FactKind, FactSpec, Read, flag
 from kvferry.handshake.values import STATELESS_METHODS, FactValue, effective_dtype, speculative_method
 from kvferry.settings import Role
 
-__all__ = ["SPECULATION"]
+__all__ = ["SPECULATION", "speculative_config"]
 
 _MUST, _BRIDGED, _INFO = FactKind.MUST_MATCH, FactKind.BRIDGED, FactKind.INFORMATIVE
 
@@ -45,18 +47,51 @@ def _draft_kv_dtype(spec: SpeculationFacts, engine: EngineDescription) -> str:
     return effective_dtype(override, model_dtype(engine), "draft_kv_dtype")
 
 
-_SPEC_CONFIG = '--speculative-config \'{"<key>": "{value}", ...}\''
+_KEYS = {
+    "method": "method",
+    "model": "draft_model",
+    "revision": "draft_revision",
+    "num_speculative_tokens": "num_tokens",
+}
+_VLLM_KEYS = {
+    "code_revision": "draft_code_revision",
+    "parallel_drafting": "parallel_drafting",
+    "kv_cache_dtype": "draft_kv_dtype",
+    "attention_backend": "attention_backend",
+}
+"""Map the keys of --speculative-config to the facts `speculation.*` that they decide. All engines have the first."""
+_MINI_FACTS = {
+    "method",
+    "stateless_method",
+    "draft_fingerprint",
+    "draft_model",
+    "draft_revision",
+    "num_layers",
+    "num_tokens",
+}
+"""The facts that the embedded engine's --speculative-config decides."""
 
 
-_MINI_KEYS = ("method", "model", "revision", "num_speculative_tokens")
-"""The keys that the embedded engine knows."""
+def _speculative(fact: str) -> dict[str, str]:
+    setting = "--speculative-config {speculative_config}"
+    return flag(setting if fact in _MINI_FACTS else "", setting)
 
 
-def _speculative(key: str) -> dict[str, str]:
-    setting = _SPEC_CONFIG.replace("<key>", key)
-    if key == "num_speculative_tokens":
-        setting = setting.replace('"{value}"', "{value}")
-    return flag(setting if key in _MINI_KEYS else "", setting)
+def speculative_config(engine: str, fact: Callable[[str], FactValue]) -> str | None:
+    """Returns the text after `--speculative-config` with which this kind of engine drafts as the other side.
+
+    It is JSON, quoted for a shell, since the other side may be hostile. `fact` returns its facts. None means that it
+    drafts nothing.
+    """
+    facts = {name: fact(f"speculation.{name}") for name in (*_KEYS.values(), *_VLLM_KEYS.values())}
+    facts["method"] = facts["method"] or fact("speculation.stateless_method")
+    if facts["method"] is None:
+        return None
+    if facts["draft_kv_dtype"] == fact("kv.dtype"):
+        facts["draft_kv_dtype"] = None  # inherited
+    keys = _KEYS if engine == "mini" else {**_KEYS, **_VLLM_KEYS}
+    config = {key: facts[name] for key, name in keys.items() if facts[name] not in (None, False)}
+    return shlex.quote(json.dumps(config))
 
 
 SPECULATION = (
@@ -80,7 +115,7 @@ SPECULATION = (
         read=_stateless,
         meaning="ngram or suffix: drafts from the text alone",
         reason="there is nothing to hand over, so one side may have it and the other not",
-        settings=_speculative("method"),
+        settings=_speculative("stateless_method"),
         rules="R3 R7",
     ),
     FactSpec(
@@ -89,7 +124,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.draft_fingerprint),
         meaning="a digest of the draft model's config and weights",
         reason="the drafter's cache would be another drafter's",
-        settings=_speculative("model"),
+        settings=_speculative("draft_fingerprint"),
         part_of="speculation.method",
     ),
     FactSpec(
@@ -98,7 +133,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.draft_model),
         meaning="the name or path of the draft model, as the operator gave it",
         reason="stands in for the draft's fingerprint if that is not known",
-        settings=_speculative("model"),
+        settings=_speculative("draft_model"),
         part_of="speculation.method",
         settled_by="speculation.draft_fingerprint",
         strict=True,
@@ -110,7 +145,7 @@ SPECULATION = (
         read=_draft(lambda s, e: revision(s.draft_revision)),
         meaning="the draft's revision; `main` equals none",
         reason="the drafter's cache would be another drafter's",
-        settings=_speculative("revision"),
+        settings=_speculative("draft_revision"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -121,7 +156,7 @@ SPECULATION = (
         read=_draft(lambda s, e: revision(s.draft_code_revision)),
         meaning="the revision of the draft's code",
         reason="different code may compute different KV from the same weights",
-        settings=_speculative("code_revision"),
+        settings=_speculative("draft_code_revision"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -132,7 +167,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.parallel_drafting),
         meaning="whether all draft tokens come from one pass",
         reason="the drafter's cache would hold other positions",
-        settings=flag("", "--speculative-config '{\"parallel_drafting\": {value}, ...}'"),
+        settings=_speculative("parallel_drafting"),
         part_of="speculation.method",
         strict=True,
         rules="R4",
@@ -143,7 +178,7 @@ SPECULATION = (
         read=_draft(_draft_kv_dtype),
         meaning="the draft cache's effective dtype: the override, else the target's KV dtype",
         reason=GARBAGE,
-        settings=_speculative("kv_cache_dtype"),
+        settings=_speculative("draft_kv_dtype"),
         part_of="speculation.method",
         strict=True,
         rules="R4 R6",
@@ -167,7 +202,7 @@ SPECULATION = (
         read=_draft(lambda s, e: s.num_layers),
         meaning="the number of the draft's layers or modules that keep KV",
         reason="decode would need layers that prefill has not computed",
-        settings=_speculative("model"),
+        settings=_speculative("num_layers"),
         part_of="speculation.method",
     ),
     FactSpec(
@@ -176,7 +211,7 @@ SPECULATION = (
         read=lambda e: e.speculation.num_tokens if e.speculation else None,
         meaning="the number of drafts per step",
         reason="prefill reports the exact range that it computed, and decode computes the rest",
-        settings=_speculative("num_speculative_tokens"),
+        settings=_speculative("num_tokens"),
         part_of="speculation.method",
         rules="R5",
     ),

@@ -13,6 +13,7 @@ from enum import StrEnum
 from kvferry.handshake.fact import NO_SETTING, NO_SETTING_ON_EITHER, Change, FactKind, FactSpec
 from kvferry.handshake.facts import Facts
 from kvferry.handshake.table import FACTS
+from kvferry.handshake.table_speculation import speculative_config
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
 
@@ -265,6 +266,11 @@ def _remedy(spec: FactSpec, to_change: Facts, other: Facts) -> str:
     engine = to_change.get("engine.name")
     template = settings.get(engine if isinstance(engine, str) else "", settings.get("", "set it to {value}"))
     value, model = other.get(spec.name), other.get("model.id")
+    if "{speculative_config}" in template:
+        config = speculative_config(str(engine), other.get)
+        if config is None:
+            return "remove --speculative-config, as the other side has none"
+        return template.replace("{speculative_config}", config)
     if spec.complement and value is not None:
         value = str(Role.DECODE if value == Role.PREFILL else Role.PREFILL)
     if value is None and "{value}" in template:
