@@ -40,9 +40,10 @@ class Held:
 
 
 class LoopMonitor:
-    """Watches every loop of this process that is written in Python, from `install` to `remove`. A context."""
+    """Watches the loop of this thread, if it is asyncio's own, from `install` to `remove`. A context."""
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self.longest: list[Held] = []
         """The callbacks that held a loop longest, longest first."""
         self._original: Callable[[asyncio.Handle], Any] = asyncio.Handle._run
@@ -54,6 +55,8 @@ class LoopMonitor:
         original, monitor = self._original, self
 
         def run(handle: asyncio.Handle) -> Any:
+            if threading.get_ident() != monitor._thread:
+                return original(handle)
             collected_s, began_s = monitor._collecting_s, time.thread_time()
             what = _name_of(handle)  # before it runs: its last step forgets the coroutine
             try:

@@ -36,6 +36,7 @@ from kvferry.router.upstream.preconnect import Preconnect
 from kvferry.router.upstream.releases import Releases
 from kvferry.router.upstream.worker_client import Upstream
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
+from kvferry.web.body_fields import BODIES_HELD, BodyRoom, read_fields
 from kvferry.web.etcd import check_etcd
 from kvferry.web.json_body import decode_body
 from kvferry.web.origin import refuse_page
@@ -124,6 +125,7 @@ class Router:
         if files.api_keys:
             middlewares.append(key_middleware(read_keys(files.api_keys), _OPEN_PATHS))
         self.app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
+        self._room = BodyRoom(BODIES_HELD * settings.max_body_bytes)
         self.timelines = Timelines()
         self.collector = Collector()
         self.observers.add(self.timelines)
@@ -199,10 +201,11 @@ class Router:
         await self._upstream.stop()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        status, dispatch = 499, None
+        status, dispatch, fields = 499, None, None
         number = self.observers.new_dispatch() if self.observers else 0
         try:
-            body = ClientBody(await request.read())
+            fields = await read_fields(request, self._room)
+            body = ClientBody(fields)
             if self.observers:
                 self.observers.emit(
                     number, "arrived", request_id=request_id_of(request), path=request.path, stream=int(body.stream),

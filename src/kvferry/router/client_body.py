@@ -7,12 +7,16 @@ this module sets.
 import msgspec
 
 from kvferry.web.api_errors import ApiError
+from kvferry.web.body_fields import SMALL_BYTES, Fields, Parts, join_fields
 from kvferry.web.json_body import decode_body
 
 __all__ = ["ClientBody", "PrefillAnswer", "check_choices"]
 
 _encode = msgspec.json.encode
-_NOTHING = msgspec.Raw(b"")
+_NOTHING = memoryview(b"")
+_SHORT_BYTES = 64
+_PREFIX_BYTES = 256 << 10
+"""The most bytes of a prompt by which a worker is chosen: those of all pieces in fleet.prefixes."""
 _OFF = frozenset({b"", b"null", b"false", b"0"})
 _ASK_FOR_HANDOFF = {
     "do_remote_decode": True,
@@ -73,14 +77,50 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 
 class ClientBody:
-    """A request of a client."""
+    """A request of a client. A long body is never decoded here: the worker checks what is inside its fields."""
 
-    def __init__(self, raw: bytes) -> None:
-        """Raises ApiError 400 if `raw` is not a JSON object, or if a field that the router reads has a wrong type."""
-        self._read = decode_body(raw, _Read)
-        fields = decode_body(raw, dict[str, msgspec.Raw])
-        fields.pop("kv_transfer_params", None)  # only the router sets it
+    def __init__(self, fields: Fields) -> None:
+        """Raises ApiError 400 if a field that the router reads has a wrong type."""
         self._fields = fields
+        fields.values.pop("kv_transfer_params", None)  # only the router sets it
+        values = fields.values
+        read = {name: values[name] for name in _Read.__struct_fields__ if name in values}
+        prompt = read.get("prompt", _NOTHING)
+        if len(prompt) > SMALL_BYTES:
+            del read["prompt"]
+        for name, value in read.items():
+            if len(value) > SMALL_BYTES:
+                raise ApiError(400, f"{name} has {len(value)} bytes: send at most {SMALL_BYTES}", param=name)
+        self._read = decode_body(b"".join(join_fields(read)), _Read)
+        self._count_prompt(prompt)
+        parts = [prompt] if "prompt" in values else [values.get("tools", _NOTHING), values.get("messages", _NOTHING)]
+        self.prompt_size = sum(map(len, parts))
+        """The number of bytes of everything that becomes the prompt, as they came."""
+        self.prompt_begin = b"".join(bytes(part[:_PREFIX_BYTES]) for part in parts)[:_PREFIX_BYTES]
+        """The first of these bytes."""
+
+    def _count_prompt(self, raw: memoryview) -> None:
+        prompt = self._read.prompt
+        self.num_prompts = 1
+        """The number of prompts; more than one is possible only in /v1/completions."""
+        self.num_prompt_ids: int | None = None
+        """The number of the prompt's tokens if the client sent token ids; None for text."""
+        if isinstance(prompt, list) and prompt:
+            if not all(isinstance(item, int) for item in prompt):
+                self.num_prompts = len(prompt)
+            if not isinstance(prompt[0], str):
+                self.num_prompt_ids = sum(len(item) if isinstance(item, list) else 1 for item in prompt)
+        elif len(raw) > SMALL_BYTES and raw[0] == ord("["):
+            counts = self._fields.counts["prompt"]
+            self.num_prompts = max(1, counts.elements)
+            if bytes(raw[:64]).translate(None, b" \t\r\n")[1:2] != b'"':
+                self.num_prompt_ids = counts.commas + 1
+        elif len(raw) > SMALL_BYTES and raw[0] != ord('"'):
+            raise ApiError(400, "prompt is an object: send a text, or a list of token ids", param="prompt")
+
+    def release(self) -> None:
+        """Forgets the fields: no worker will be asked any more. Idempotent."""
+        self._fields.release()
 
     @property
     def stream(self) -> bool:
@@ -109,42 +149,20 @@ class ClientBody:
         return self._read.max_tokens if limit is None else limit
 
     @property
-    def num_prompts(self) -> int:
-        """The number of prompts; more than one is possible only in /v1/completions."""
-        prompt = self._read.prompt
-        return 1 if not isinstance(prompt, list) or all(isinstance(item, int) for item in prompt) else len(prompt)
-
-    @property
-    def num_prompt_ids(self) -> int | None:
-        """The number of the prompt's tokens if the client sent token ids; None for text."""
-        prompt = self._read.prompt
-        if not isinstance(prompt, list) or not prompt:
-            return None
-        if isinstance(prompt[0], int):
-            return len(prompt)
-        if isinstance(prompt[0], str):
-            return None
-        return sum(len(item) for item in prompt if isinstance(item, list))
-
-    @property
-    def prompt_bytes(self) -> bytes:
-        """The bytes of everything that becomes the prompt, as they came."""
-        fields = self._fields
-        if "prompt" in fields:
-            return bytes(fields["prompt"])
-        return bytes(fields.get("tools", _NOTHING)) + bytes(fields.get("messages", _NOTHING))
-
-    @property
     def greedy(self) -> bool:
         """True if the answer to a prompt is the same wherever it is computed (`temperature` 0)."""
         try:
-            return float(bytes(self._fields.get("temperature", _NOTHING))) == 0.0
+            return float(self._short("temperature")) == 0.0
         except ValueError:
             return False
 
     def asks(self, name: str) -> bool:
         """True if the field is present, and neither null, false nor 0."""
-        return bytes(self._fields.get(name, _NOTHING)) not in _OFF
+        return self._short(name) not in _OFF
+
+    def _short(self, name: str) -> bytes:
+        """Returns the first bytes of a field; none if it is not present."""
+        return bytes(self._fields.values.get(name, _NOTHING)[:_SHORT_BYTES])
 
     @property
     def indivisible_reason(self) -> str | None:
@@ -152,8 +170,8 @@ class ClientBody:
         if self.num_prompts > 1:
             return f"{self.num_prompts} prompts in one request: a hand-off carries one"
         # `logprobs: 0` still asks for log probabilities, with 0 alternatives; only null and false do not.
-        has_logprobs = bytes(self._fields.get("logprobs", _NOTHING)) not in (b"", b"null", b"false")
-        asks_prompt = bytes(self._fields.get("prompt_logprobs", _NOTHING)) not in (b"", b"null", b"false")
+        has_logprobs = self._short("logprobs") not in (b"", b"null", b"false")
+        asks_prompt = self._short("prompt_logprobs") not in (b"", b"null", b"false")
         if asks_prompt or (self.asks("echo") and has_logprobs):
             return "prompt log probabilities are computed with the prompt"
         if self.asks("use_beam_search"):
@@ -162,29 +180,27 @@ class ClientBody:
             return "no answer tokens are asked for"
         return None
 
-    def plain(self) -> bytes:
+    def plain(self) -> Parts:
         """Returns the body as the client sent it, without a hand-off."""
-        return _encode(self._fields)
+        return join_fields(self._fields.values)
 
-    def for_prefill(self, transfer_id: str) -> bytes:
+    def for_prefill(self, transfer_id: str) -> Parts:
         """Returns the body for prefill: one token, one choice, not streamed, and the request for a hand-off."""
-        fields: dict[str, object] = dict(self._fields)
+        fields: dict[str, bytes | memoryview] = dict(self._fields.values)
         fields.pop("stream_options", None)
-        fields |= {"stream": False, "max_tokens": 1}
+        fields |= {"stream": b"false", "max_tokens": b"1"}
         if "n" in fields:
-            fields["n"] = 1
+            fields["n"] = b"1"
         if "max_completion_tokens" in fields:
-            fields["max_completion_tokens"] = 1
+            fields["max_completion_tokens"] = b"1"
         if self._read.min_tokens:
-            fields["min_tokens"] = 1
-        fields["kv_transfer_params"] = {**_ASK_FOR_HANDOFF, "transfer_id": transfer_id}
-        return _encode(fields)
+            fields["min_tokens"] = b"1"
+        fields["kv_transfer_params"] = _encode({**_ASK_FOR_HANDOFF, "transfer_id": transfer_id})
+        return join_fields(fields)
 
-    def for_decode(self, params: msgspec.Raw | dict[str, object]) -> bytes:
+    def for_decode(self, params: msgspec.Raw | dict[str, object]) -> Parts:
         """Returns the body for decode, with the hand-off's parameters: in pull mode, prefill's own bytes."""
-        fields: dict[str, object] = dict(self._fields)
-        fields["kv_transfer_params"] = params
-        return _encode(fields)
+        return join_fields(self._fields.values | {"kv_transfer_params": _encode(params)})
 
 
 def check_choices(body: ClientBody) -> None:

@@ -52,6 +52,7 @@ from kvferry.router.handoff_params import (
 from kvferry.router.observe.observer import Field
 from kvferry.router.settings import FirstToken
 from kvferry.web.api_errors import ApiError, request_id_of
+from kvferry.web.body_fields import Parts
 from kvferry.web.records import header_value
 
 __all__ = ["Dispatch"]
@@ -81,9 +82,8 @@ class Dispatch:
         self._failed = FailedAttempts()
         self._began_s = time.monotonic()
         self._reply = Reply(request, self._on_first_byte)
-        self._prompt_bytes = body.prompt_bytes
         self._prompt = context.prefixes.prompt(
-            self._prompt_bytes, body.num_prompt_ids, with_pieces=context.fleet.wants_pieces
+            body.prompt_begin, body.prompt_size, body.num_prompt_ids, with_pieces=context.fleet.wants_pieces
         )
         self._offer: tuple[Worker, str] | None = None
         self._reservation: BlockReservation | None = None
@@ -188,7 +188,7 @@ class Dispatch:
         return await self._relay(decode, body, headers, route, prefill=outcome.prefill)
 
     async def _relay(
-        self, worker: Worker, body: bytes, served: Mapping[str, str], route: str, *,
+        self, worker: Worker, body: Parts, served: Mapping[str, str], route: str, *,
         prefill: Worker | None = None, request_id: str | None = None,
     ) -> web.StreamResponse:  # fmt: skip
         reason = {"x-kvferry-why": served["x-kvferry-why"]} if "x-kvferry-why" in served else {}
@@ -212,6 +212,7 @@ class Dispatch:
                 def on_begin(headers: Mapping[str, str]) -> None:
                     nonlocal pair
                     self._begun = True
+                    self._body.release()  # nothing is sent to another worker any more
                     if pair is not None:
                         pair.open -= 1
                         pair = None
@@ -350,7 +351,7 @@ class Dispatch:
         self._metrics.on_prefill(after_s)
         num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
         prefixes, body = self._context.prefixes, self._body
-        prefixes.learn_length(self._prompt_bytes, body.num_prompt_ids, num_tokens)
+        prefixes.learn_length(body.prompt_size, body.num_prompt_ids, num_tokens)
         if answer.kvferry is not None:
             self._context.cost.on_prefill(answer.kvferry.recomputed, after_s)
         elif num_tokens:
@@ -361,7 +362,7 @@ class Dispatch:
             except binascii.Error:
                 return  # this only costs a better choice of workers later
             size = prefill.info.limits.block_tokens
-            prefixes.learn(self._prompt, hashes, num_tokens, size, len(self._prompt_bytes))
+            prefixes.learn(self._prompt, hashes, num_tokens, size, body.prompt_size)
 
     async def _one_token(self) -> None:
         """Has a prefill worker answer a request for one token, as an ordinary request. Returns if no prefill worker

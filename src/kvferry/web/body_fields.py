@@ -8,17 +8,34 @@ brackets are closed. What is inside a string, an array or an object is checked b
 
 import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
-from aiohttp import web
+from aiohttp import StreamReader, web
 
+from kvferry.errors import Overloaded
 from kvferry.web.api_errors import ApiError
 from kvferry.web.json_body import decode_body
 
-__all__ = ["SMALL_BYTES", "Fields", "Scanner", "join_fields", "read_fields"]
+__all__ = [
+    "BODIES_HELD",
+    "SMALL_BYTES",
+    "BodyRoom",
+    "Counts",
+    "Fields",
+    "Scanner",
+    "fields_of",
+    "join_fields",
+    "read_fields",
+]
+
+Parts = deque[bytes | memoryview]
+"""A body to be sent. Who sends it takes the parts out, so that nothing keeps them while the answer comes."""
+BODIES_HELD = 16
+"""A server holds the bytes of this many bodies of the largest size at once."""
 
 SMALL_BYTES = 64 << 10
 """A body up to this size is split by the decoder at once, which takes 0.2 ms at most."""
@@ -37,7 +54,7 @@ _PLAIN = re.compile(rb'[^"\[\]{}]*+')
 _WORD = re.compile(rb'[^ \t\n\r,}\]"\[{:]*+')
 _SCALAR = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _QUOTE, _COMMA, _COLON, _BACKSLASH, _OPEN, _CLOSE = b'",:\\{}'
-_OPENING = frozenset(b"[{")
+_OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 
 
 class _At(Enum):
@@ -55,14 +72,60 @@ class _At(Enum):
     END = "the end of the body"
 
 
-@dataclass(frozen=True, slots=True)
+class BodyRoom:
+    """Bounds the bytes of all bodies that a server holds at once. Bodies of up to SMALL_BYTES do not count."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Counts more bytes. Raises Overloaded if that is too much; nothing is counted then."""
+        if self.held_bytes + num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"the bodies of open requests have {self.held_bytes} bytes, and at most {self._max_bytes} are held at "
+                "once: try again later, or start the server with a larger --max-body-bytes, of which it holds "
+                f"{BODIES_HELD}"
+            )
+        self.held_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Counts bytes no longer."""
+        self.held_bytes -= num_bytes
+
+
 class Fields:
     """The fields of one body, in the order in which they came. Of two fields of one name the later one counts."""
 
-    raw: memoryview
-    """The whole body."""
-    values: dict[str, memoryview]
-    """Each field's value, as the bytes that came."""
+    def __init__(self, raw: bytes | bytearray, values: dict[str, memoryview], counts: dict[str, "Counts"]) -> None:
+        self.raw = memoryview(raw)
+        """The whole body."""
+        self.values = values
+        """Each field's value, as the bytes that came."""
+        self.counts = counts
+        """What the scanner counted in each array and object. Nothing for a body of up to SMALL_BYTES."""
+        self._on_release: Callable[[], None] | None = None
+
+    def count_in(self, room: BodyRoom, num_bytes: int) -> None:
+        """Lets `release` give these bytes back."""
+        self._on_release = lambda: room.give_back(num_bytes)
+
+    def release(self) -> None:
+        """Forgets the body. Idempotent."""
+        on_release, self._on_release = self._on_release, None
+        self.raw, self.values = memoryview(b""), {}
+        if on_release is not None:
+            on_release()
+
+
+@dataclass(slots=True)
+class Counts:
+    """What is in one array or object."""
+
+    elements: int = 0
+    """How many of its elements are strings, arrays or objects."""
+    commas: int = 0
+    """The commas in it at any depth, outside of strings."""
 
 
 class Scanner:
@@ -76,6 +139,8 @@ class Scanner:
         self._begin = 0
         self._depth = 0
         self._num_parts = 0
+        self._counts: dict[str, Counts] = {}
+        self._counted = Counts()
         self._spans: dict[str, tuple[int, int]] = {}
 
     @property
@@ -99,7 +164,8 @@ class Scanner:
         if self._next is not _At.END:
             raise _bad_json(f"the body ends where {self._next.value} should follow")
         raw = memoryview(self._raw)
-        return Fields(raw, {key: raw[begin:end] for key, (begin, end) in self._spans.items()})
+        values = {key: raw[begin:end] for key, (begin, end) in self._spans.items()}
+        return Fields(self._raw, values, self._counts)
 
     def _step(self) -> bool:
         """Reads one part, as far as it has come. Returns False if more bytes are needed."""
@@ -134,12 +200,15 @@ class Scanner:
         return True
 
     def _nested(self) -> bool:
+        begin = self._at
         self._at = self._end_of(_PLAIN)
+        self._counted.commas += self._raw.count(b",", begin, self._at)
         if self._at == len(self._raw):
             return False
         mark = self._raw[self._at]
         self._at += 1
         self._num_parts += 1
+        self._counted.elements += self._depth == 1 and mark not in _CLOSING
         if mark == _QUOTE:
             self._next = _At.STRING
         elif mark in _OPENING:
@@ -183,6 +252,7 @@ class Scanner:
         """Reads one character between keys and values, or the first one of a value."""
         self._begin = self._at
         if self._next is _At.VALUE:
+            self._counted = Counts()
             self._next, self._depth = _At.WORD, 0
             if mark == _QUOTE:
                 self._next = _At.STRING
@@ -206,37 +276,57 @@ class Scanner:
 
     def _take_value(self) -> None:
         self._spans[self._key] = (self._begin, self._at)
+        self._counts[self._key] = self._counted
         self._next = _At.AFTER
 
 
-async def read_fields(request: web.Request) -> Fields:
-    """Reads the body of a request. Raises ApiError (400), or aiohttp's error for a body over the server's limit."""
+async def read_fields(request: web.Request, room: BodyRoom) -> Fields:
+    """Reads the body of a request. Raises ApiError (400), Overloaded, or aiohttp's error for a body over the server's
+    limit. The fields must be released."""
     limit, content = request.app._client_max_size, request.content  # aiohttp has no public name for the limit
-    scanner: Scanner | None = None
     begin = b""
     while chunk := await content.readany():
-        size = len(chunk) + (len(begin) if scanner is None else scanner.size)
-        if size > limit:
-            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=size)
-        if scanner is None:
-            begin += chunk
-            if size <= SMALL_BYTES:
-                continue
-            scanner, chunk = Scanner(), begin
-        for start in range(0, len(chunk), PIECE_BYTES):
-            scanner.feed(chunk[start : start + PIECE_BYTES])
-            await asyncio.sleep(0)
-    return scanner.end() if scanner is not None else _split_small(begin)
+        begin += chunk
+        if len(begin) > limit:
+            raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(begin))
+        if len(begin) > SMALL_BYTES:
+            return await _scan(begin, content, limit, room)
+    return fields_of(begin)
 
 
-def _split_small(raw: bytes) -> Fields:
+def fields_of(raw: bytes) -> Fields:
+    """Returns the fields of a whole body, at once. Raises ApiError (400)."""
+    if len(raw) > SMALL_BYTES:
+        scanner = Scanner()
+        scanner.feed(raw)
+        return scanner.end()
     fields = decode_body(raw, dict[str, msgspec.Raw])
-    return Fields(memoryview(raw), {name: memoryview(value) for name, value in fields.items()})
+    return Fields(raw, {name: memoryview(value) for name, value in fields.items()}, {})
 
 
-def join_fields(fields: Mapping[str, bytes | memoryview]) -> list[bytes | memoryview]:
-    """Returns a JSON object of these fields in parts that are to be sent one after another; no long value is copied."""
-    parts: list[bytes | memoryview] = []
+async def _scan(chunk: bytes, content: StreamReader, limit: int, room: BodyRoom) -> Fields:
+    scanner, taken = Scanner(), 0
+    try:
+        while chunk:
+            if scanner.size + len(chunk) > limit:
+                raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=scanner.size + len(chunk))
+            room.take(len(chunk))
+            taken += len(chunk)
+            for start in range(0, len(chunk), PIECE_BYTES):
+                scanner.feed(chunk[start : start + PIECE_BYTES])
+                await asyncio.sleep(0)
+            chunk = await content.readany()
+        fields = scanner.end()
+    except BaseException:
+        room.give_back(taken)
+        raise
+    fields.count_in(room, taken)
+    return fields
+
+
+def join_fields(fields: Mapping[str, bytes | memoryview]) -> Parts:
+    """Returns a JSON object of these fields, as parts to be sent one after another. No long value is copied."""
+    parts: Parts = deque()
     small: list[bytes | memoryview] = []
     for begin, (name, value) in zip(_begins(), fields.items(), strict=False):
         small += (begin, msgspec.json.encode(name), b":")
@@ -246,7 +336,8 @@ def join_fields(fields: Mapping[str, bytes | memoryview]) -> list[bytes | memory
             parts += (b"".join(small), value)
             small = []
     small.append(b"}" if fields else b"{}")
-    return [*parts, b"".join(small)]
+    parts.append(b"".join(small))
+    return parts
 
 
 def _begins() -> Iterable[bytes]:

@@ -12,6 +12,7 @@ from aiohttp import web
 from kvferry.router.answer.first_event import FirstEvent, early_event
 from kvferry.router.client_body import ClientBody
 from kvferry.router.settings import FirstToken, RouterSettings
+from kvferry.web.body_fields import fields_of
 from tests.harness.scripted_worker import (  # fmt: skip
     FAST,
     Asked,
@@ -226,11 +227,11 @@ def test_the_first_event_is_whole_before_it_is_judged() -> None:
 
 
 def test_the_usage_is_null_in_the_first_event_if_it_comes_at_the_end() -> None:
-    body = ClientBody(json.dumps({**STREAM, "stream_options": {"include_usage": True}}).encode())
+    body = ClientBody(fields_of(json.dumps({**STREAM, "stream_options": {"include_usage": True}}).encode()))
     raw = early_event(body, json.dumps(an_answer()).encode())
     assert raw is not None
     assert json.loads(raw.removeprefix(b"data: "))["usage"] is None
-    assert early_event(ClientBody(json.dumps(BODY).encode()), json.dumps(an_answer()).encode()) is None
+    assert early_event(ClientBody(fields_of(json.dumps(BODY).encode())), json.dumps(an_answer()).encode()) is None
 
 
 async def test_without_a_first_token_in_its_parameters_prefills_text_is_not_used() -> None:

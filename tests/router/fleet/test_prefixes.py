@@ -38,23 +38,23 @@ def test_a_later_prompt_with_the_same_beginning_finds_its_blocks() -> None:
     prefixes = Prefixes()
     head, size = b"s" * 1000, 2000
     first = head + b"a" * 1000
-    prompt = prefixes.prompt(first, None, with_pieces=True)
+    prompt = prefixes.prompt(first, len(first), None, with_pieces=True)
     hashes = hashes_of(list(first))
     prefixes.learn(prompt, hashes, size, BLOCK, size)
 
-    again = prefixes.prompt(first, size, with_pieces=True)
+    again = prefixes.prompt(first, len(first), size, with_pieces=True)
     everything = a_worker(*hashes)
     assert again.num_cached(everything) == 1920 // BLOCK * BLOCK  # whole pieces of 128 bytes
-    other = prefixes.prompt(head + b"b" * 1000, size, with_pieces=True)
+    other = prefixes.prompt(head + b"b" * 1000, len(head + b"b" * 1000), size, with_pieces=True)
     assert 800 <= other.num_cached(everything) <= 1000
-    assert prefixes.prompt(b"c" * 2000, None, with_pieces=True).num_cached(everything) == 0
+    assert prefixes.prompt(b"c" * 2000, len(b"c" * 2000), None, with_pieces=True).num_cached(everything) == 0
 
 
 def test_only_an_unbroken_chain_that_the_worker_reports_counts() -> None:
     prefixes, text = Prefixes(), b"x" * 1024
     hashes = hashes_of(list(text))
-    prefixes.learn(prefixes.prompt(text, None, with_pieces=True), hashes, 1024, BLOCK, 1024)
-    prompt = prefixes.prompt(text, 1024, with_pieces=True)
+    prefixes.learn(prefixes.prompt(text, len(text), None, with_pieces=True), hashes, 1024, BLOCK, 1024)
+    prompt = prefixes.prompt(text, len(text), 1024, with_pieces=True)
     assert prompt.num_cached(a_worker(*hashes[:3])) == 3 * BLOCK
     assert prompt.num_cached(a_worker(*hashes[1:])) == 0
     assert prompt.num_cached(a_worker()) == 0
@@ -64,18 +64,20 @@ def test_memory_is_bounded() -> None:
     prefixes = Prefixes(max_pieces=10)
     for i in range(50):
         text = bytes([i]) * 1024
-        prefixes.learn(prefixes.prompt(text, None, with_pieces=True), hashes_of(list(text)), 1024, BLOCK, 1024)
+        prefixes.learn(
+            prefixes.prompt(text, len(text), None, with_pieces=True), hashes_of(list(text)), 1024, BLOCK, 1024
+        )
     assert len(prefixes._known) == 10
-    assert prefixes.prompt(b"\x00" * 1024, 1024, with_pieces=True)._hashes == ()
+    assert prefixes.prompt(b"\x00" * 1024, len(b"\x00" * 1024), 1024, with_pieces=True)._hashes == ()
 
 
 def test_the_length_of_text_is_learned() -> None:
     prefixes = Prefixes()
-    assert prefixes.prompt(b"x" * 400, None, with_pieces=False).num_tokens == 101
+    assert prefixes.prompt(b"x" * 400, len(b"x" * 400), None, with_pieces=False).num_tokens == 101
     for _ in range(100):
-        prefixes.learn_length(b"x" * 400, None, 200)
-    assert prefixes.prompt(b"x" * 400, None, with_pieces=False).num_tokens == pytest.approx(201, abs=2)
-    assert prefixes.prompt(b"[1,2]", 2, with_pieces=False).num_tokens == 2
+        prefixes.learn_length(len(b"x" * 400), None, 200)
+    assert prefixes.prompt(b"x" * 400, len(b"x" * 400), None, with_pieces=False).num_tokens == pytest.approx(201, abs=2)
+    assert prefixes.prompt(b"[1,2]", len(b"[1,2]"), 2, with_pieces=False).num_tokens == 2
 
 
 def test_the_threshold_is_where_the_hand_off_costs_what_decode_loses() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -153,7 +154,7 @@ async def request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
 
 async def ask(pool: Pool, url: str, body: bytes = b"{}") -> tuple[Connection, bytes]:
     connection = await pool.acquire(url, 5.0)
-    connection.send(pool.request_head(url, "/v1/completions", len(body), {"X-Request-Id": "r"}), body)
+    connection.send(pool.request_head(url, "/v1/completions", len(body), {"X-Request-Id": "r"}), deque([body]))
     await connection.head()
     while not connection.parser.complete:
         await connection.wait()
@@ -250,7 +251,7 @@ async def test_a_slow_client_makes_the_worker_wait() -> None:
 
     async with a_worker(serve) as (url, pool):
         connection = await pool.acquire(url, 5.0)
-        connection.send(pool.request_head(url, "/", 2, {}), b"{}")
+        connection.send(pool.request_head(url, "/", 2, {}), deque([b"{}"]))
         await connection.head()
         transport = connection._transport
         assert transport is not None

@@ -23,6 +23,8 @@ HASH_BYTES = 8
 """The number of bytes of a block's hash that workers report: enough to choose a worker by."""
 _PIECE_BYTES = 128
 _MAX_PIECES = 2048
+_AT_ONCE = 64
+"""How many hashes are looked up in one call, which takes a third of the time of as many calls."""
 _DOMAIN = b"kvferry prompt piece 1"
 
 
@@ -56,9 +58,10 @@ class Prompt:
     def num_cached(self, worker: Worker) -> int:
         """Returns about how many of its tokens are in that worker's cache."""
         have, count = worker.cached.blocks, 0
-        for key in self._hashes:
-            if key not in have:
-                break
+        while count < len(self._hashes) and have.issuperset(self._hashes[count : count + _AT_ONCE]):
+            count += _AT_ONCE
+        count = min(count, len(self._hashes))
+        while count < len(self._hashes) and self._hashes[count] in have:
             count += 1
         return min(self.num_tokens, count * self._block_tokens)
 
@@ -71,13 +74,13 @@ class Prefixes:
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._bytes_per_token = 4.0
 
-    def prompt(self, raw: bytes, num_ids: int | None, *, with_pieces: bool) -> Prompt:
-        """Returns the estimate for a prompt. `raw` is its bytes as they came; `num_ids` is the number of its tokens if
-        the client sent token ids."""
-        num_tokens = num_ids if num_ids is not None else int(len(raw) / self._bytes_per_token) + 1
+    def prompt(self, begin: bytes, size: int, num_ids: int | None, *, with_pieces: bool) -> Prompt:
+        """Returns the estimate for a prompt of `size` bytes that begins with these as they came. `num_ids` is the
+        number of its tokens if the client sent token ids."""
+        num_tokens = num_ids if num_ids is not None else int(size / self._bytes_per_token) + 1
         if not with_pieces:
             return Prompt(num_tokens, (), None)
-        pieces = _pieces(raw)
+        pieces = _pieces(begin)
         known = None
         for piece in reversed(pieces):
             known = self._known.get(piece)
@@ -86,10 +89,10 @@ class Prefixes:
                 break
         return Prompt(num_tokens, pieces, known)
 
-    def learn_length(self, raw: bytes, num_ids: int | None, num_tokens: int) -> None:
-        """Notes that a prompt had `num_tokens` tokens; only text teaches anything about bytes per token."""
+    def learn_length(self, size: int, num_ids: int | None, num_tokens: int) -> None:
+        """Notes that a prompt of `size` bytes had `num_tokens` tokens. Token ids teach nothing about text."""
         if num_ids is None and num_tokens > 0:
-            self._bytes_per_token += 0.1 * (max(0.25, len(raw) / num_tokens) - self._bytes_per_token)
+            self._bytes_per_token += 0.1 * (max(0.25, size / num_tokens) - self._bytes_per_token)
 
     def learn(self, prompt: Prompt, hashes: Sequence[bytes], num_tokens: int, block_tokens: int, size: int) -> None:
         """Notes the hashes of the whole blocks of a prompt that prefill has computed: `size` bytes and `num_tokens`

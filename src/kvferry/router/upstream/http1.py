@@ -10,18 +10,23 @@ whole answer was read and the worker keeps the connection, else closed. Closing 
 
 import asyncio
 import ssl
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from kvferry.router.upstream.http1_parse import BadAnswer, ResponseParser
+from kvferry.web.body_fields import Parts
 
 __all__ = ["Connection", "Pool", "Unreachable"]
 
 _HIGH_BYTES = 256 << 10
 """Once this much of an answer is waiting for the client, no more of it is read from the worker."""
+_PIECE_BYTES = 64 << 10
+"""The longest piece in which a request's body is sent."""
+_PIECES_AT_ONCE = 16
+"""After this many pieces the loop serves others, even if the worker would take more at once."""
 _IDLE_S = 4.0
 """Seconds after which an idle connection is closed. uvicorn, in front of vLLM, does so after 5 s; closing first avoids
 sending a request on a connection that is being closed."""
@@ -45,6 +50,8 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
         self._paused = False
+        self._unsent: Parts = deque()
+        self._full = False
 
     # ---- asyncio.Protocol ----
 
@@ -73,16 +80,44 @@ class Connection(asyncio.Protocol):
         if error is not None and self._failure is None:
             self._failure = error
         self._transport = None
+        self._unsent.clear()
         self._wake()
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._send_more()
 
     # ---- one request ----
 
-    def send(self, head: bytes, body: bytes) -> None:
-        """Sends a request and prepares for its answer. The connection must be usable."""
+    def send(self, head: bytes, body: Parts) -> None:
+        """Sends a request and prepares for its answer. The connection must be usable.
+
+        Parts are taken out of `body` as they are sent. A long body is sent in pieces, as fast as the worker takes them,
+        so that no copy of it waits in the transport.
+        """
         assert self._transport is not None, "the pool hands out usable connections only"
         self.parser = ResponseParser()
         self._failure = None
-        self._transport.writelines((head, body))
+        if sum(map(len, body)) <= _PIECE_BYTES:
+            self._transport.writelines((head, *body))
+            body.clear()
+            return
+        self._transport.write(head)
+        self._unsent = body
+        self._send_more()
+
+    def _send_more(self) -> None:
+        for _ in range(_PIECES_AT_ONCE):
+            if not self._unsent or self._full or self._transport is None or self._transport.is_closing():
+                return
+            part = memoryview(self._unsent.popleft())
+            if len(part) > _PIECE_BYTES:
+                self._unsent.appendleft(part[_PIECE_BYTES:])
+            self._transport.write(part[:_PIECE_BYTES])
+        self._loop.call_soon(self._send_more)
 
     async def head(self) -> None:
         """Waits until `parser` has status and headers. Raises BadAnswer, OSError, or the error given to `fail`."""
@@ -134,7 +169,7 @@ class Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         """True if its answer is complete and was taken, and the worker keeps the connection."""
         parser = self.parser
-        return self.usable and parser.complete and parser.keep_alive and not parser.parts
+        return self.usable and parser.complete and parser.keep_alive and not parser.parts and not self._unsent
 
     def _pause_if_full(self) -> None:
         if sum(map(len, self.parser.parts)) > _HIGH_BYTES and self._transport is not None:

@@ -17,6 +17,7 @@ from kvferry.router.upstream.deadlines import Deadlines
 from kvferry.router.upstream.http1 import Connection, Pool, Unreachable
 from kvferry.router.upstream.http1_parse import BadAnswer
 from kvferry.router.upstream.worker_answer import Answer
+from kvferry.web.body_fields import Parts
 
 __all__ = ["Upstream"]
 
@@ -59,7 +60,7 @@ class Upstream:
 
     @asynccontextmanager
     async def post(
-        self, worker: Worker, path: str, body: bytes, headers: Mapping[str, str], *, headers_within_s: float
+        self, worker: Worker, path: str, body: Parts, headers: Mapping[str, str], *, headers_within_s: float
     ) -> AsyncIterator[Answer]:
         """Sends a POST and yields the answer once its status and headers are here; the body is still to be read. Raises
         WorkerFailed for a 5xx or a 429.
@@ -70,7 +71,8 @@ class Upstream:
             connection = await self._connect(worker)
             answer = None
             try:
-                connection.send(self._pool.request_head(worker.url, path, len(body), headers), body)
+                num_bytes = sum(map(len, body))
+                connection.send(self._pool.request_head(worker.url, path, num_bytes, headers), body)
                 await self._begin(worker, connection, headers_within_s)
                 answer = Answer(worker, connection, self._settings.between_bytes_timeout_s)
                 self._deadlines.add(answer)

@@ -123,6 +123,7 @@ class WorkerServer:
             tokenizer,
             max_model_len=settings.max_model_len,
             vocab_size=settings.vocab_size,
+            max_body_bytes=settings.max_body_bytes,
             max_waiting=settings.max_open_requests,
         )
         self._metrics = WorkerMetrics()

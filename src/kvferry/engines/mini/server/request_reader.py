@@ -26,7 +26,7 @@ from kvferry.engines.mini.server.refused_handoffs import remember_handoff
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.errors import RequestTooLong
 from kvferry.web.api_errors import ApiError
-from kvferry.web.body_fields import Fields, read_fields
+from kvferry.web.body_fields import BODIES_HELD, BodyRoom, Counts, Fields, read_fields
 from kvferry.web.json_body import decode_body
 from kvferry.web.off_loop import OffLoop
 
@@ -40,18 +40,26 @@ MAX_FIELD_BYTES = 1 << 20
 """The most bytes of a field that is no part of the prompt; and what messages may have besides their characters."""
 _BYTES_PER_CHAR = 12
 """The most bytes of JSON for one character: two escapes of 6 bytes, for one beyond U+FFFF."""
-_COUNT_BYTES = 1 << 20
 
 
 class RequestReader:
     """Reads the requests of one server. Used on its event loop."""
 
-    def __init__(self, tokenizer: TokenizerLike, *, max_model_len: int, vocab_size: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        max_body_bytes: int = 32 << 20,
+        max_waiting: int = 1024,
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         per_token = tokenizer.max_chars_per_token
         self._max_chars = None if per_token is None else per_token * max_model_len
+        self._room = BodyRoom(BODIES_HELD * max_body_bytes)
         self._threads = OffLoop("kvferry-read", max_waiting=max_waiting)
         self.num_reading = 0
         """The number of requests that are being read."""
@@ -64,10 +72,13 @@ class RequestReader:
         """Returns the body and the prompts of a completion. Raises ApiError or another FerryError."""
         self.num_reading += 1
         try:
-            fields = await read_fields(request)
-            remember_handoff(request, fields)
-            self._check_sizes(fields)
-            body, items = await self._do(len(fields.raw), partial(_completion_of, fields))
+            fields = await read_fields(request, self._room)
+            try:
+                remember_handoff(request, fields)
+                self._check_sizes(fields)
+                body, items = await self._do(len(fields.raw), partial(_completion_of, fields))
+            finally:
+                fields.release()
             prompts = [await self._do(len(item), partial(self._prompt, item)) for item in items]
         finally:
             self.num_reading -= 1
@@ -77,13 +88,17 @@ class RequestReader:
         """Returns the body of a chat completion, and the conversation as one prompt. Raises the same errors."""
         self.num_reading += 1
         try:
-            fields = await read_fields(request)
-            remember_handoff(request, fields)
-            self._check_sizes(fields)
-            body = await self._do(len(fields.raw), partial(decode_body, fields.raw, ChatBody))
+            fields = await read_fields(request, self._room)
+            size = len(fields.raw)
+            try:
+                remember_handoff(request, fields)
+                self._check_sizes(fields)
+                body = await self._do(size, partial(decode_body, fields.raw, ChatBody))
+            finally:
+                fields.release()
             if len(body.messages) > self._max_model_len:
                 raise self._too_long(f"{len(body.messages)} messages", "messages")
-            text = await self._do(len(fields.raw), partial(chat_text, body, self._tokenizer))
+            text = await self._do(size, partial(chat_text, body, self._tokenizer))
             self._check_chars(text, "messages")
             return body, await self._do(len(text), partial(self._tokens, text, "messages", add_special_tokens=False))
         finally:
@@ -116,7 +131,7 @@ class RequestReader:
             return
         for name, value in fields.values.items():
             if name == "prompt":
-                self._check_prompt(value)
+                self._check_prompt(value, fields.counts.get(name))
             elif name in ("messages", "tools"):
                 self._check_bytes(value, name, MAX_FIELD_BYTES)
             elif len(value) > MAX_FIELD_BYTES:
@@ -125,14 +140,15 @@ class RequestReader:
                     param=name[:40],
                 )  # fmt: skip
 
-    def _check_prompt(self, value: memoryview) -> None:
+    def _check_prompt(self, value: memoryview, counts: Counts | None) -> None:
         begin = bytes(value[:64]).translate(None, b" \t\r\n")
         if begin[:1] == b'"':
             self._check_bytes(value, "prompt", 0)
         elif begin[:1] == b"[" and begin[1:2] not in (b'"', b""):
             most = self._max_model_len * (MAX_PROMPTS if begin[1:2] == b"[" else 1)
-            if (num_ids := _count(value, b",", most) + 1) > most:
-                raise self._too_long(f"{num_ids} tokens or more", "prompt")
+            num_ids = 1 + (bytes(value).count(b",") if counts is None else counts.commas)
+            if num_ids > most:
+                raise self._too_long(f"{num_ids} tokens", "prompt")
 
     def _check_bytes(self, value: memoryview, name: str, more: int) -> None:
         if self._max_chars is not None and len(value) - 2 - more > self._max_chars * _BYTES_PER_CHAR:
@@ -156,13 +172,3 @@ class RequestReader:
 def _completion_of(fields: Fields) -> tuple[CompletionBody, list[str | list[int]]]:
     body = decode_body(fields.raw, CompletionBody)
     return body, completion_items(body)
-
-
-def _count(value: memoryview, mark: bytes, most: int) -> int:
-    """Counts a character, and stops when there are more than `most`."""
-    found = 0
-    for start in range(0, len(value), _COUNT_BYTES):
-        found += bytes(value[start : start + _COUNT_BYTES]).count(mark)
-        if found > most:
-            break
-    return found
