@@ -29,6 +29,9 @@ class CharTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(token_id).encode()
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 

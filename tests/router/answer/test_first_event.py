@@ -217,6 +217,28 @@ async def test_an_event_with_more_than_the_first_token_keeps_the_rest() -> None:
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_tokens_of_the_first_event_are_not_repeated_with_the_rest(chat: bool) -> None:
+    def an_event(*texts: str) -> bytes:
+        logprobs: dict[str, Any] = {
+            "tokens": list(texts), "token_logprobs": [-1.0] * len(texts), "top_logprobs": None,
+            "text_offset": list(range(len(texts))),
+        }  # fmt: skip
+        choice = {"text": "".join(texts), "logprobs": logprobs, "token_ids": list(range(len(texts)))}
+        if chat:
+            choice |= {"delta": {"content": choice.pop("text")}, "logprobs": {"content": [{"token": t} for t in texts]}}
+        return b"data: " + json.dumps({"choices": [choice]}).encode()
+
+    rest = FirstEvent(an_event("a")).feed(an_event("a", "b") + b"\n\n")
+    choice = json.loads(rest.removeprefix(b"data: "))["choices"][0]
+    assert choice["token_ids"] == [1]
+    if chat:
+        assert (choice["delta"], choice["logprobs"]) == ({"content": "b"}, {"content": [{"token": "b"}]})
+    else:
+        logprobs = {"tokens": ["b"], "token_logprobs": [-1.0], "top_logprobs": None, "text_offset": [1]}
+        assert (choice["text"], choice["logprobs"]) == ("b", logprobs)
+
+
 def test_the_first_event_is_whole_before_it_is_judged() -> None:
     early = event("a")
     for cut in range(1, len(early)):

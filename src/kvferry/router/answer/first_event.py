@@ -17,6 +17,8 @@ __all__ = ["FirstEvent", "as_events", "early_event"]
 
 _INCOMPLETE = "\ufffd"
 _MAX_EVENT_BYTES = 1 << 20
+_PER_TOKEN = frozenset({"token_ids", "content", "tokens", "token_logprobs", "top_logprobs", "text_offset"})
+"""Lists of a choice, or of its logprobs, with one element per token."""
 
 
 def early_event(body: ClientBody, raw: bytes) -> bytes | None:
@@ -85,7 +87,7 @@ class FirstEvent:
             raise _differs(f"{repeated[:40]!r} after {sent[:40]!r}")
         if repeated == sent and not theirs.get("finish_reason"):
             return rest
-        return _with_text(event, repeated[len(sent) :]) + end + rest
+        return _without_first(event, ours or {}, repeated[len(sent) :]) + end + rest
 
 
 def _differs(what: str) -> ApiError:
@@ -109,12 +111,18 @@ def _text_of(choice: dict[str, Any]) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _with_text(event: bytes, text: str) -> bytes:
-    """Returns the event with `text` in place of its own text."""
+def _without_first(event: bytes, ours: dict[str, Any], text: str) -> bytes:
+    """Returns the event with `text` in place of its own, and without the tokens that our first event had."""
     body: dict[str, Any] = msgspec.json.decode(event.removeprefix(b"data: ").strip())
     choice = body["choices"][0]
     if "delta" in choice:
         choice["delta"] = {"content": text}
     else:
         choice["text"] = text
+    choice.pop("prompt_token_ids", None)
+    for holder, sent in ((choice, ours), (choice.get("logprobs"), ours.get("logprobs"))):
+        if isinstance(holder, dict) and isinstance(sent, dict):
+            for name in _PER_TOKEN & holder.keys() & sent.keys():
+                if isinstance(holder[name], list) and isinstance(sent[name], list):
+                    holder[name] = holder[name][len(sent[name]) :]
     return b"data: " + msgspec.json.encode(body)

@@ -14,6 +14,7 @@ from kvferry.engines.mini.server.generate import Job
 from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.engines.mini.server.replies import CompletionReply
 from kvferry.engines.mini.server.request_traces import Traces
+from kvferry.engines.mini.server.token_logprobs import TokenNames
 from kvferry.web.stages import MAX_ASKED, TRACE_PATH, HandoffTotals, TraceAnswer
 from tests.harness.scripted_engine import CharTokenizer, listening
 
@@ -80,7 +81,7 @@ async def test_an_unknown_request_is_no_error_and_the_clock_is_reported() -> Non
 def _reply(request_id: str) -> tuple[Job, CompletionReply]:
     sampling = SamplingParams(max_tokens=1)
     job = Job(request_id=request_id, model="m", prompts=(Prompt((97,), "a"),), samplings=(sampling,))
-    return job, CompletionReply(job, CharTokenizer(), "e")
+    return job, CompletionReply(job, TokenNames(CharTokenizer()), "e")
 
 
 def test_memory_is_bounded_in_requests_and_in_repeats() -> None:

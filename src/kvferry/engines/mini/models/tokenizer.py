@@ -18,6 +18,7 @@ __all__ = ["Detokenizer", "Tokenizer"]
 
 UNFINISHED = "\ufffd"
 """What decoding returns for the first bytes of a character whose last bytes are in later tokens."""
+_LONG_TOKENS = 1000
 
 
 class Tokenizer:
@@ -90,15 +91,22 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of some tokens. Ids outside the vocabulary give no text."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        ids = list(token_ids)
+        if len(ids) > _LONG_TOKENS:  # as for `encode`
+            return str(self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0])
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that one token adds to a text; none for special tokens, which a text leaves out."""
         return b"" if self._table.is_special(token_id) else self._table.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of one token alone, for logprobs; a part of a character shows as U+FFFD."""
-        return self._table.bytes_of(token_id).decode("utf-8", "replace")
+        """Returns one token alone, for logprobs: its text, or `bytes:` and its bytes if those are no text."""
+        raw = self._table.bytes_of(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def render_chat(
         self,

@@ -31,6 +31,7 @@ from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, sampl
 from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
+from kvferry.engines.mini.server.token_logprobs import TokenNames
 from kvferry.errors import ConfigError, FerryError, Overloaded
 from kvferry.ids import TransferId
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
@@ -116,7 +117,7 @@ class WorkerServer:
 
     def __init__(self, worker: WorkerLike, tokenizer: TokenizerLike, settings: ServerSettings) -> None:
         self._worker = worker
-        self._tokenizer = tokenizer
+        self._names = TokenNames(tokenizer)
         self._settings = settings
         self._engine = EngineThread(worker.engine)
         self._reader = RequestReader(
@@ -206,7 +207,7 @@ class WorkerServer:
         room = self._settings.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
         max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if body.max_tokens is None else body.max_tokens
         job = self._job(request, body, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
-        return await self._answer(request, job, CompletionReply(job, self._tokenizer, self._engine_id))
+        return await self._answer(request, job, CompletionReply(job, self._names, self._engine_id))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body, prompt = await self._reader.chat(request)
@@ -218,7 +219,7 @@ class WorkerServer:
         asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job(request, body, (prompt,), max(room, 1) if asked is None else asked, num_logprobs)
-        return await self._answer(request, job, ChatReply(job, self._tokenizer, self._engine_id))
+        return await self._answer(request, job, ChatReply(job, self._names, self._engine_id))
 
     def _job(
         self,
@@ -327,7 +328,7 @@ class WorkerServer:
                 async for index, output in generation.outputs():
                     if output.token_ids and not any(choice.token_ids for choice in reply.choices):
                         self._metrics.on_first_token(time.monotonic() - began_s)
-                    reply.choices[index].add(output)
+                    reply.add(index, output)
                 body = reply.whole()
                 if job.handoff is not None and request.headers.get("x-kvferry-want") == "prompt-blocks":
                     body["prompt_blocks"] = self._prompt_blocks(job)

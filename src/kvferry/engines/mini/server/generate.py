@@ -21,6 +21,9 @@ from kvferry.wire.params import HandoffParams
 
 __all__ = ["Generation", "Job"]
 
+_AT_ONCE = 8
+"""After this many outputs that were already waiting, the event loop serves others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -71,7 +74,12 @@ class Generation:
         for first in range(0, self._job.num_choices, per_prompt):
             self._waiting[first] = list(range(first + 1, first + per_prompt))
             self._submit(first, self._job.handoff)
+        num_at_once = 0
         while self._unfinished:
+            num_at_once = 0 if self._events.empty() else num_at_once + 1
+            if num_at_once > _AT_ONCE:  # otherwise `get` returns without a pause for as long as there are events
+                num_at_once = 0
+                await asyncio.sleep(0)
             index, event = await self._events.get()
             if isinstance(event, FerryError):
                 raise event

@@ -1,6 +1,6 @@
 """Turns prompts, in every form that the API allows, into token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,8 +32,12 @@ class TokenizerLike(Protocol):
         """Returns the text of tokens, without special tokens."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that one token adds to a text; none for special tokens, which a text leaves out."""
+        ...
+
     def token_text(self, token_id: int) -> str:
-        """Returns the text of one token by itself, for logprobs."""
+        """Returns one token by itself, for logprobs: its text, or `bytes:` and its bytes if those are no text."""
         ...
 
     @property
@@ -50,7 +54,7 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `text` is None if the client sent token ids."""
+    """One prompt; `text` is None if the client sent token ids, unless it wants them echoed."""
 
     token_ids: tuple[int, ...]
     text: str | None = None
@@ -139,8 +143,8 @@ def prompt_of_text(
     return Prompt(token_ids, text)
 
 
-def prompt_of_ids(token_ids: Sequence[int], vocab_size: int) -> Prompt:
-    """Returns token ids as a prompt. Raises ApiError (400)."""
+def prompt_of_ids(token_ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str] | None) -> Prompt:
+    """Returns token ids as a prompt, with its text if `decode` is given. Raises ApiError (400)."""
     if not token_ids:
         raise ApiError(400, "prompt has a list of 0 token ids: send at least one", param="prompt")
     for wrong in (min(token_ids), max(token_ids)):
@@ -148,4 +152,4 @@ def prompt_of_ids(token_ids: Sequence[int], vocab_size: int) -> Prompt:
             raise ApiError(
                 400, f"prompt has token id {wrong}: this model has ids 0 to {vocab_size - 1}", param="prompt"
             )
-    return Prompt(tuple(token_ids))
+    return Prompt(tuple(token_ids), None if decode is None else decode(list(token_ids)))

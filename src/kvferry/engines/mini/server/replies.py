@@ -1,14 +1,16 @@
 """Answers in the form of the OpenAI API: complete bodies and stream chunks, for completions and chat."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from kvferry.engines.mini.api import FinishReason, Output, TokenLogprobs
+from kvferry.engines.mini.api import FinishReason, Output
 from kvferry.engines.mini.server.generate import Job
-from kvferry.engines.mini.server.prompts import TokenizerLike
+from kvferry.engines.mini.server.prompts import Prompt
+from kvferry.engines.mini.server.token_logprobs import ChoiceLogprobs, Entry, TokenNames, as_chat, as_completion
 from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.web.records import Served
 from kvferry.wire.params import HandoffParams
@@ -24,7 +26,10 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: ChoiceLogprobs | None = None
+    """None if they were not asked for."""
+    entries: list[Any] = field(default_factory=list)
+    """Not streamed: what its logprobs have so far, as its endpoint writes them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     account: PromptAccount | None = None
@@ -36,7 +41,6 @@ class Choice:
         """Adds the output of a step."""
         self.text.append(output.text)
         self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
         self.finish_reason = output.finish_reason or self.finish_reason
         self.stop_reason = output.stop_reason if output.stop_reason is not None else self.stop_reason
         self.account = output.account or self.account
@@ -52,16 +56,24 @@ class Reply:
     object_chunk = ""
     id_prefix = ""
 
-    def __init__(self, job: Job, tokenizer: TokenizerLike, engine_id: str) -> None:
+    def __init__(self, job: Job, names: TokenNames, engine_id: str) -> None:
         self._job = job
-        self._tokenizer = tokenizer
+        self._names = names
         self._engine_id = engine_id
         self._created = int(time.time())
-        self.choices = [Choice() for _ in range(job.num_choices)]
+        asked = job.num_top_logprobs is not None
+        self.choices = [Choice(logprobs=ChoiceLogprobs(names) if asked else None) for _ in range(job.num_choices)]
         self.began_s: float | None = None
         """Monotonic time at which the stream began; None: it has not begun, or the answer is not streamed."""
 
     # ---- the two ways to answer ----
+
+    def add(self, index: int, output: Output) -> None:
+        """Adds what a step added to a choice, for an answer that is not streamed."""
+        choice = self.choices[index]
+        choice.add(output)
+        if choice.logprobs is not None:
+            choice.entries += self._written(index, choice.logprobs.take(output))
 
     def whole(self) -> dict[str, Any]:
         """Returns the body of an answer that is not streamed."""
@@ -77,11 +89,14 @@ class Reply:
 
         The last event of a stream without `include_usage` carries `kvferry` and `kv_transfer_params`.
         """
-        first = not self.choices[index].token_ids and not self.choices[index].text
-        self.choices[index].add(output)
-        if not (output.text or output.logprobs or output.finish_reason or first or self._job.return_token_ids):
+        choice = self.choices[index]
+        first = not choice.token_ids and not choice.text
+        choice.add(output)
+        entries = choice.logprobs.take(output) if choice.logprobs is not None else []
+        if not (output.text or entries or output.finish_reason or first or self._job.return_token_ids):
             return None
-        delta = self._chunk_choice(index, output, first)
+        written = self._written(index, entries) if choice.logprobs is not None else None
+        delta = self._chunk_choice(index, output, first) | {"logprobs": self._logprobs(written)}
         body = {**self._head(self.object_chunk), "choices": [delta]}
         if self._job.include_usage:
             body["usage"] = None
@@ -157,8 +172,17 @@ class Reply:
         reason = choice.finish_reason.value if choice.finish_reason else None
         return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
-    def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
+    @property
+    def _with_top(self) -> bool:
+        return bool(self._job.num_top_logprobs)
+
+    def _written(self, index: int, entries: Sequence[Entry]) -> list[Any]:
+        """Returns entries as this endpoint writes them."""
+        raise NotImplementedError
+
+    def _logprobs(self, written: list[Any] | None) -> dict[str, Any] | None:
+        """Returns `logprobs` of a choice or a chunk; None if they were not asked for."""
+        raise NotImplementedError
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -174,48 +198,39 @@ class CompletionReply(Reply):
     id_prefix = "cmpl-"
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        echoed = self._echoed(index)
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs, len(echoed))
-        body = {"index": index, "text": echoed + "".join(choice.text), "logprobs": logprobs, **self._finish(choice)}
+        text = self._echoed(index) + "".join(choice.text)
+        logprobs = self._logprobs(choice.entries if choice.logprobs is not None else None)
+        body = {"index": index, "text": text, "logprobs": logprobs, **self._finish(choice)}
         if self._job.return_token_ids:
-            body |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt(index)}
+            body |= {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt(index).token_ids}
         return body
 
     def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
         echoed = self._echoed(index) if first else ""
-        so_far = "".join(self.choices[index].text)
-        offset = len(self._echoed(index)) + len(so_far) - len(output.text)
-        logprobs = self._logprobs(output.token_ids, output.logprobs, offset)
-        body = {"index": index, "text": echoed + output.text, "logprobs": logprobs, **self._finish(output)}
+        body = {"index": index, "text": echoed + output.text, "logprobs": None, **self._finish(output)}
         if self._job.return_token_ids:
             body["token_ids"] = output.token_ids
             if first:
-                body["prompt_token_ids"] = self._prompt(index)
+                body["prompt_token_ids"] = self._prompt(index).token_ids
         return body
 
-    def _prompt(self, index: int) -> tuple[int, ...]:
-        return self._job.prompts[index // len(self._job.samplings)].token_ids
+    def _prompt(self, index: int) -> Prompt:
+        return self._job.prompts[index // len(self._job.samplings)]
 
     def _echoed(self, index: int) -> str:
-        if not self._job.echo:
-            return ""
-        prompt = self._job.prompts[index // len(self._job.samplings)]
-        return prompt.text if prompt.text is not None else self._tokenizer.decode(list(prompt.token_ids))
+        return (self._prompt(index).text or "") if self._job.echo else ""
 
-    def _logprobs(self, token_ids: Any, logprobs: Any, offset: int) -> dict[str, Any] | None:
-        if self._job.num_top_logprobs is None:
+    def _written(self, index: int, entries: Sequence[Entry]) -> list[Any]:
+        return as_completion(entries, self._names, with_top=self._with_top, offset=len(self._echoed(index)))
+
+    def _logprobs(self, written: list[Any] | None) -> dict[str, Any] | None:
+        if written is None:
             return None
-        texts = [self._token_text(token_id) for token_id in token_ids]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        top = [{self._token_text(token_id): value for token_id, value in one.top} for one in logprobs]
         return {
-            "tokens": texts,
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": top if self._job.num_top_logprobs else None,
-            "text_offset": offsets,
+            "tokens": [one.token for one in written],
+            "token_logprobs": [one.logprob for one in written],
+            "top_logprobs": [one.top for one in written] if self._with_top else None,
+            "text_offset": [one.offset for one in written],
         }
 
 
@@ -228,7 +243,7 @@ class ChatReply(Reply):
 
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.text)}
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+        logprobs = self._logprobs(choice.entries if choice.logprobs is not None else None)
         body = {"index": index, "message": message, "logprobs": logprobs, **self._finish(choice)}
         if self._job.return_token_ids:
             body["token_ids"] = choice.token_ids
@@ -236,29 +251,16 @@ class ChatReply(Reply):
 
     def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": output.text} if first else {"content": output.text}
-        logprobs = self._logprobs(output.token_ids, output.logprobs)
-        body = {"index": index, "delta": delta, "logprobs": logprobs, **self._finish(output)}
+        body = {"index": index, "delta": delta, "logprobs": None, **self._finish(output)}
         if self._job.return_token_ids:
             body["token_ids"] = output.token_ids
         return body
 
-    def _logprobs(self, token_ids: Any, logprobs: Any) -> dict[str, Any] | None:
-        if self._job.num_top_logprobs is None:
-            return None
-        pairs = zip(token_ids, logprobs, strict=False)
-        return {
-            "content": [
-                {
-                    **self._logprob(token_id, one.logprob),
-                    "top_logprobs": [self._logprob(*top) for top in one.top] if self._job.num_top_logprobs else [],
-                }
-                for token_id, one in pairs
-            ]
-        }
+    def _written(self, index: int, entries: Sequence[Entry]) -> list[Any]:
+        return as_chat(entries, self._names, with_top=self._with_top)
 
-    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    def _logprobs(self, written: list[Any] | None) -> dict[str, Any] | None:
+        return None if written is None else {"content": written}
 
 
 def _sum_accounts(accounts: list[PromptAccount], others: list[PromptAccount]) -> PromptAccount:

@@ -79,7 +79,7 @@ class RequestReader:
                 body, items = await self._do(len(fields.raw), partial(_completion_of, fields))
             finally:
                 fields.release()
-            prompts = [await self._do(len(item), partial(self._prompt, item)) for item in items]
+            prompts = [await self._do(len(item), partial(self._prompt, item, bool(body.echo))) for item in items]
         finally:
             self.num_reading -= 1
         return body, tuple(prompts)
@@ -107,13 +107,13 @@ class RequestReader:
     async def _do(self, size: int, function: Callable[[], Result]) -> Result:
         return function() if size <= INLINE_BYTES else await self._threads.run(function)
 
-    def _prompt(self, item: str | list[int]) -> Prompt:
+    def _prompt(self, item: str | list[int], echo: bool) -> Prompt:
         if isinstance(item, str):
             self._check_chars(item, "prompt")
             return self._tokens(item, "prompt", add_special_tokens=True)
         if len(item) > self._max_model_len:
             raise self._too_long(f"{len(item)} tokens", "prompt")
-        return prompt_of_ids(item, self._vocab_size)
+        return prompt_of_ids(item, self._vocab_size, self._tokenizer.decode if echo else None)
 
     def _tokens(self, text: str, name: str, *, add_special_tokens: bool) -> Prompt:
         try:
