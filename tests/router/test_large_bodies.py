@@ -115,7 +115,7 @@ async def test_workers_get_every_value_as_it_came(mode: str) -> None:
     assert d.got == [(len(expected), sha256(expected).hexdigest(), expected[:200])]
 
 
-async def test_a_worker_that_answers_before_it_has_read_the_body_is_heard() -> None:
+async def test_an_answer_that_comes_before_the_whole_body_is_sent_is_passed_on() -> None:
     class Refusing(Sink):
         async def _post(self, request: web.Request) -> web.StreamResponse:
             return web.json_response({"error": {"message": "too long"}}, status=400)
