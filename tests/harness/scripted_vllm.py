@@ -36,6 +36,7 @@ class VllmServer(ScriptedServer):
     role: str
     mode: str = "pull"
     version: str = "0.32.0"
+    models: tuple[str, ...] = ("tiny",)
     usage: float = 0.25
     running: int = 0
     waiting: int = 0
@@ -68,7 +69,7 @@ class VllmServer(ScriptedServer):
         return await _json({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
-        return await _json({"data": [{"id": "tiny", "max_model_len": 2048}]})
+        return await _json({"data": [{"id": name, "max_model_len": 2048} for name in self.models]})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         numbers = {"running": self.running, "waiting": self.waiting, "usage": self.usage, "started": self.started}

@@ -180,6 +180,20 @@ async def test_several_choices_are_handed_over_to_a_vllm_server_with_our_connect
     assert d.asked[0].body["n"] == 2
 
 
+async def test_a_server_with_two_names_gets_the_requests_for_both() -> None:
+    p, d = a_pair("pull")
+    other = VllmServer("engine-e", "decode")
+    p.models = d.models = ("tiny", "tiny-adapter")
+    async with fleet(p, d, other) as (url, router), aiohttp.ClientSession() as session:
+        await until_async(lambda: all(worker.info is not None for worker in router.fleet.workers))
+        for _ in range(4):
+            response, _raw = await post(url, {**BODY, "model": "tiny-adapter"})
+            assert response.status == 200
+        models = await (await session.get(f"{url}/v1/models")).json()
+    assert (len(d.asked), len(other.asked)) == (4, 0)
+    assert [model["id"] for model in models["data"]] == ["tiny", "tiny-adapter"]
+
+
 async def test_several_choices_are_not_handed_over_to_vllm() -> None:
     p, d = a_pair("pull")
     async with fleet(p, d) as (url, _):

@@ -232,7 +232,8 @@ class Router:
         return response
 
     async def _models(self, _: web.Request) -> web.Response:
-        names = sorted({w.info.model for w in self.fleet.workers if w.info is not None and w.unusable_reason is None})
+        usable = [w.info for w in self.fleet.workers if w.info is not None and w.unusable_reason is None]
+        names = sorted({name for info in usable for name in info.models})
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvferry"} for name in names]
         return _json({"object": "list", "data": data})
 

@@ -180,6 +180,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     side_channel: SideChannelAddress = SideChannelAddress()
     model: str = ""
+    more_models: tuple[str, ...] = ()
+    """Other names that a vLLM server takes: of the same model, or of its adapters."""
     state: str = "ready"
     """`ready`, or why it takes no new requests: `draining`, or a sentence."""
     load: Load = Load()
@@ -196,3 +198,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt's blocks on request)."""
     facts: msgspec.Raw = msgspec.Raw(b"null")
     protocol: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All names that requests may give as `model`."""
+        return (self.model, *self.more_models)

@@ -107,6 +107,7 @@ async def _identify_vllm(session: aiohttp.ClientSession, worker: Worker, timeout
         kind="vllm",
         version=version,
         model=first.id,
+        more_models=tuple(model.id for model in served[1:]),
         limits=Limits(max_model_len=first.max_model_len or 0),
     )
 

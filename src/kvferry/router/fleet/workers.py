@@ -295,9 +295,9 @@ class Fleet:
     def serving(model: str | None, workers: list[Worker], role: Sequence[Worker]) -> list[Worker]:
         """Returns those of `workers` that serve this model. All of them, if no worker in `role` serves it: refusing the
         name is then left to a worker."""
-        if model is None or not any(worker.info is not None and worker.info.model == model for worker in role):
+        if model is None or not any(worker.info is not None and model in worker.info.models for worker in role):
             return workers
-        return [worker for worker in workers if worker.info is not None and worker.info.model == model]
+        return [worker for worker in workers if worker.info is not None and model in worker.info.models]
 
     def pick_prefill(
         self, decode: Worker | None, tried: set[Worker], prompt: PromptEstimate, model: str | None
