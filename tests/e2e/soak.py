@@ -49,6 +49,9 @@ KINDS = {
 BAR = 0.01
 """A process that has grown by this part of its memory after the warm-up fails the soak."""
 
+MIN_SAMPLES = 4
+"""A verdict needs this many samples after the warm-up."""
+
 
 @dataclass(slots=True)
 class Soak:
@@ -208,6 +211,9 @@ def report(samples: Samples, soak: Soak, warm_up: int) -> dict[str, Any]:
     """Returns the result of a soak; `passed` is the verdict."""
     growth = {name: round(part, 4) for name, part in samples.growth(warm_up).items()}
     faults = [f"{name} grew by {part:.1%}" for name, part in growth.items() if part >= BAR]
+    num_after = sum(number >= warm_up for number, _ in samples.rows)
+    if num_after < MIN_SAMPLES:
+        faults.append(f"{num_after} samples after the warm-up are too few: raise --requests or --seconds")
     wrong = unexpected(soak.outcomes)
     faults += [f"{count} times {outcome}" for outcome, count in wrong.items()]
     return {
@@ -246,7 +252,7 @@ def run_soak(
                 worker.wait_ready()
             url = fleet.route("--log-level", "warning", prefill=[prefill], decode=[decode]).url
         pids = {
-            f"{process.name}{f' rank {number}' if number else ''}": pid
+            f"{process.name}{f' child {number}' if number else ''}": pid
             for process in fleet.processes
             for number, pid in enumerate(process.members())
         }
