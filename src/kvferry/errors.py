@@ -12,6 +12,7 @@
     - RequestTooLong       prompt and answer do not fit the model's context
   + Overloaded             there is no room now; the client must try again later
   + RanksLost              a process of this engine has died; the engine restarts or ends, and the client may try again
+    - RankRaised           it has died of an exception in a step, which one of the step's requests may cause
 """
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Overloaded",
     "PeerError",
     "PeerLost",
+    "RankRaised",
     "RanksLost",
     "RequestError",
     "RequestTooLong",
@@ -75,4 +77,8 @@ class Overloaded(FerryError):
 
 
 class RanksLost(FerryError):
-    """A process of this engine has died and the others were ended: all their open requests are lost."""
+    """A process of this engine has died, and the others were ended."""
+
+
+class RankRaised(RanksLost):
+    """A process of this engine has ended with an exception, though no other was killed before."""

@@ -99,7 +99,11 @@ ROOMS: Mapping[str, set[str]] = {
     "mini.ranks": MINI_COMPUTE | {"mini.speculation", "connector.base", "connector.worker"},
     "mini.scheduling": MINI_RECORDS | {"mini.models", "mini.speculation", "connector.base", "connector.lookahead"},
     "mini.drafting": MINI_COMPUTE | {"mini.speculation", "mini.ranks", "mini.scheduling", "connector.lookahead"},
-    "mini.engine": MINI_COMPUTE | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting"} | CONNECTOR,
+    "mini.isolation": MINI_COMPUTE
+    | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting", "connector.base"},
+    "mini.engine": MINI_COMPUTE
+    | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.drafting", "mini.isolation"}
+    | CONNECTOR,
     "mini.server": MINI_RECORDS | {"web", "mini.scheduling", "mini.engine"},
     "mini.worker": MINI_COMPUTE
     | {"mini.speculation", "mini.ranks", "mini.scheduling", "mini.engine"}

@@ -35,6 +35,8 @@ class FakeConnector:
 
     num_deferred: int = 0
     """The number of prompt tokens that prefill leaves to decode."""
+    may_start_again: bool = False
+    """Whether a request with an open hand-off may start again, as after a step that failed."""
 
     # Scheduler half
 
@@ -96,8 +98,10 @@ class FakeConnector:
         return TransferId(f"t-{name}"), params
 
     def preempted(self, request: RequestView) -> TransferId | None:
-        assert request.request_id not in self.open, "a request with an open hand-off was preempted"
-        return None
+        name = request.request_id
+        assert name not in self.open or self.may_start_again, "a request with an open hand-off was preempted"
+        self.seen.append(f"preempted {name}")
+        return TransferId(f"t-{name}") if name in self.open else None
 
     def withdraw(self, transfer: TransferId, reason: str) -> bool:
         self.seen.append(f"withdraw {transfer}")

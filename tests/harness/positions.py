@@ -56,7 +56,7 @@ class PositionRanks(LocalExecutor):
 
     def __init__(self, cache: KVCache, layers: Sequence[LayerCache], worker: WorkerHalf | None, depth: int) -> None:
         self.cache, self._worker, self._handoffs, self._layouts = cache, worker, None, ()
-        self._outcomes: deque[StepOutcome] = deque()
+        self._outcomes: deque[StepOutcome | Exception] = deque()
         self._rank: Any = SimpleNamespace(worker=worker)
         self._layers = layers
         self._depth = depth

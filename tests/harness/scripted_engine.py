@@ -116,6 +116,10 @@ class ScriptedEngine:
         self._open = {key: queue for key, queue in self._open.items() if queue}
         return outputs
 
+    @property
+    def suspects(self) -> list[RequestId]:
+        return list(self._open)
+
     def stats(self) -> PromptAccount:
         return PromptAccount(cached=7)
 

@@ -139,7 +139,6 @@ def _serve_with(
             max_body_bytes=args.max_body_bytes,
             max_open_requests=args.max_open_requests,
             drain_timeout_s=args.drain_timeout,
-            ends_with_engine=engine.on_rank_death == "exit",
         )
         server = WorkerServer(worker, worker.engine.tokenizer, serving)
 
@@ -160,7 +159,7 @@ def _serve_with(
                     await registrar.stop()
 
         run_event_loop(main())
-        if server.failure is not None and engine.on_rank_death == "exit":
+        if server.failure is not None:
             raise FerryError(f"the engine has ended: {server.failure}. Start the worker again.")
     finally:
         worker.close()

@@ -41,6 +41,10 @@ def _wrong_field(value: Any, complaint: str) -> ApiError:
     missing = re.search(r"missing required field `(\w+)`", what)
     if missing and not steps:
         return ApiError(400, f"the body has no {missing[1]!r}: send it", param=missing[1], code="missing_field")
+    unknown = re.search(r"contains unknown field `(.*)`", what)
+    if unknown:
+        name = "".join(f"{step}." for step, _ in steps) + unknown[1]
+        return ApiError(400, f"{name} is not a known field: leave it out", param=name, code="unsupported")
     if not steps:
         return ApiError(400, f"the body is {shown(value)}: send one JSON object", code="invalid_type")
     for name, index in steps:

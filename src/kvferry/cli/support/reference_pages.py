@@ -1,8 +1,8 @@
 """Writes the reference pages that are made from code (`make docs`).
 
-compatibility.md is made from the table of facts, settings.md from the settings classes, the state diagrams of
-life-of-a-handoff.md from the tables of legal moves, and the table in route.md from the router's table of outcomes. A
-test checks that the committed pages are up to date.
+compatibility.md is made from the table of facts, settings.md from the settings classes, request-fields.md from the
+classes of request bodies, the state diagrams of life-of-a-handoff.md from the tables of legal moves, and the table in
+route.md from the router's table of outcomes. A test checks that the committed pages are up to date.
 """
 
 import argparse
@@ -16,10 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from kvferry import settings
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.router_flags import router_flag
 from kvferry.cli.support.worker_flags import FLAGS
+from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody, StreamOptions
+from kvferry.engines.mini.server.request_fields import Done, Field, fields_of
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.handoff.transitions import TABLES
@@ -43,6 +47,7 @@ __all__ = [
     "flag_of",
     "handoff_page",
     "main",
+    "request_fields_page",
     "route_page",
     "settings_page",
     "with_diagrams",
@@ -256,6 +261,75 @@ def _default(field: "dataclasses.Field[object]") -> str:
     return "required" if field.default_factory is dataclasses.MISSING else f"[below](#{field.name})"
 
 
+_FIELDS_INTRO = """<!-- Made by `make docs` from kvferry.engines.mini.server.request_body. Do not edit. -->
+# Request fields
+
+What a worker of the embedded engine does with each field of the bodies of `/v1/completions` and
+`/v1/chat/completions`. No field is ignored in silence: one that is not done, and one that is not listed here, gets 400
+with code `unsupported`, its name and the remedy, on both endpoints. A value of another type gets 400 `invalid_type`,
+and one out of its range 400
+`out_of_range`. `null` is the same as leaving the field out.
+
+The router passes all fields on as they came. What a vLLM worker does with them, vLLM's documentation says.
+
+## Done
+
+| field | where | type | range | default | meaning |
+| --- | --- | --- | --- | --- | --- |
+"""
+_REFUSED_INTRO = """
+## Not done
+
+A value other than those in the second column gets 400 `unsupported`.
+
+| field | accepted | what to do instead |
+| --- | --- | --- |
+"""
+_ACCEPTED_INTRO = """
+## Accepted because it changes no answer
+
+| field | why |
+| --- | --- |
+"""
+
+
+def request_fields_page() -> str:
+    """Returns the text of docs/reference/request-fields.md."""
+    bodies = {"completions": fields_of(CompletionBody), "chat": fields_of(ChatBody)}
+    options = {f"stream_options.{name}": found for name, found in fields_of(StreamOptions).items()}
+    found: dict[str, tuple[str, Field, str, list[str]]] = {}
+    for where, fields in (*bodies.items(), *((where, options) for where in bodies)):
+        for name, (entry, hint) in fields.items():
+            row = (name, entry, _type_text(hint), list[str]())
+            found.setdefault(f"{name} {entry} {hint}", row)[-1].append(where)
+    rows: dict[Done, list[str]] = {does: [] for does in Done}
+    for _, (name, entry, kind, places) in sorted(found.items()):
+        only = "" if len(places) == 2 else f" ({places[0]})"
+        meaning = entry.meaning[:1].upper() + entry.meaning[1:]
+        cells: tuple[str, ...] = (f"`{name}`{only}", meaning)
+        if entry.does is Done.YES:
+            limits = [entry.range_text] if entry.range_text else []
+            limits += [f"at most {entry.max_items} entries"] if entry.max_items is not None else []
+            limits += [f"strings of at most {entry.max_chars} characters"] if entry.max_chars is not None else []
+            default = "required" if name in ("prompt", "messages") else entry.default or "-"
+            where = "both" if len(places) == 2 else places[0]
+            cells = (f"`{name}`", where, f"`{kind}`", "; ".join(limits) or "-", default, meaning)
+        elif entry.does is Done.NO:
+            values = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in entry.nothing)
+            cells = (cells[0], values, meaning)
+        rows[entry.does].append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n")
+    heads = {Done.YES: _FIELDS_INTRO, Done.NO: _REFUSED_INTRO, Done.CHANGES_NOTHING: _ACCEPTED_INTRO}
+    return "".join(head + "".join(rows[does]) for does, head in heads.items())
+
+
+def _type_text(hint: object) -> str:
+    """Returns a type as a reader of JSON knows it."""
+    text = hint.__name__ if isinstance(hint, type) else str(hint)
+    for long, short in (("kvferry.settings.FailurePolicy", "str"), (" | None", ""), ("typing.", "")):
+        text = text.replace(long, short)
+    return re.sub(r"kvferry[.\w]*\.(\w+)", "object", text)
+
+
 HANDOFF_PAGE = "explanation/life-of-a-handoff.md"
 ROUTE_PAGE = "how-to/route.md"
 _DOCS = Path(__file__).parents[4] / "docs"
@@ -294,6 +368,7 @@ def route_page() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "reference/compatibility.md": compatibility_page,
     "reference/settings.md": settings_page,
+    "reference/request-fields.md": request_fields_page,
     HANDOFF_PAGE: handoff_page,
     ROUTE_PAGE: route_page,
 }

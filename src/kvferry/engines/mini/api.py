@@ -1,6 +1,5 @@
 """The records that go into the embedded engine and come out of it: requests, sampling parameters, outputs."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -11,24 +10,35 @@ from kvferry.settings import FailurePolicy
 from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["FinishReason", "GenerateRequest", "Output", "SamplingParams", "TokenLogprobs"]
+__all__ = [
+    "SAMPLING_BOUNDS",
+    "Failure",
+    "FinishReason",
+    "GenerateRequest",
+    "Output",
+    "SamplingParams",
+    "TokenLogprobs",
+    "failure_text",
+]
 
 
+SAMPLING_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-9, 100.0),
+    "logprobs": (0, 1024),
+    "seed": (-(2**64), 2**64),
+}
+"""The range of each number of SamplingParams. Outside of it a value could overflow in a tensor."""
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1000
 _MAX_IDS = 1024
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("max_tokens", 1, math.inf),
-    ("min_tokens", 0, math.inf),
-    ("temperature", 0.0, 100.0),
-    ("top_k", 0, math.inf),
-    ("top_p", 1e-9, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 1e-9, 100.0),
-    ("logprobs", 0, 1024),
-)
 
 
 class FinishReason(StrEnum):
@@ -38,6 +48,19 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class Failure(StrEnum):
+    """Whose fault an error is. The value is the code of the error that the client receives."""
+
+    REQUEST_FAILED = "request_failed"
+    """Computing this request raises an exception, and computing the others without it does not."""
+    HANDOFF_FAILED = "handoff_failed"
+    """The prompt's KV did not arrive, and the policy is to fail."""
+    ENGINE_CRASHED = "engine_crashed"
+    """The engine, or one of its processes, ended in a step that computed this request."""
+    ENGINE_DEAD = "engine_dead"
+    """The engine, or one of its processes, ended while this request waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +88,14 @@ class SamplingParams:
     """How many of the most likely tokens to report besides the chosen one; None: no logprobs."""
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
+        for name, (low, high) in SAMPLING_BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                limits = f"{low:g} to {high:g}" if high < math.inf else f"{low:g} or more"
-                raise RequestError(f"{name}={value!r} is out of range: send {limits}, or leave it out")
+                raise RequestError(f"{name}={value!r} is out of range: send {low:g} to {high:g}, or leave it out")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens!r} is above max_tokens={self.max_tokens!r}: lower it")
         if "" in self.stop:
-            raise RequestError("stop contains an empty string, which would end every answer at once: remove it")
+            raise RequestError("stop: an empty string would end every answer at once: remove it")
         if len(self.stop) > _MAX_STOPS:
             raise RequestError(f"stop: {len(self.stop)} strings; send at most {_MAX_STOPS}")
         if any(len(stop) > _MAX_STOP_CHARS for stop in self.stop):
@@ -130,6 +152,8 @@ class Output:
     """The stop token or string that ended it."""
     error: str | None = None
     """What happened and the remedy, if finish_reason is ERROR."""
+    failure: Failure = Failure.REQUEST_FAILED
+    """Whose fault it is, if finish_reason is ERROR."""
     account: PromptAccount | None = None
     """Where the prompt's KV came from. Set on the first Output with tokens, and on the last one."""
     handoff: HandoffParams | None = None
@@ -138,3 +162,11 @@ class Output:
     """Set on the last Output of a request whose KV came from another engine."""
     stages: StageTimes | None = None
     """Set on the last Output."""
+
+
+def failure_text(error: Exception) -> str:
+    """Returns the message for the client of a request that raises whenever it is computed."""
+    return (
+        f"computing this request raised {type(error).__name__}: {error}. Other requests go on; change this one, and "
+        "report it with the worker's log"
+    )

@@ -14,17 +14,18 @@ import torch
 from kvferry.connector.lookahead import prefill_backoff
 from kvferry.engines.mini.compute.sampling import GREEDY_BELOW
 from kvferry.engines.mini.ranks.executor import Executor
-from kvferry.engines.mini.scheduling.batch import ScheduledChunk
+from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.engines.mini.speculation.acceptance import Acceptance, AcceptanceCounter
 from kvferry.engines.mini.speculation.draft_records import DraftChunk, DraftInput, DraftSampling
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.ngram import NgramDrafter, TextDrafter
 from kvferry.engines.mini.speculation.suffix import SuffixDrafter
+from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.ids import RequestId
 from kvferry.layout.blocks import BlockTable
 
-__all__ = ["ComputedChunk", "Speculation"]
+__all__ = ["ComputedChunk", "Speculation", "step_input"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class Speculation:
                 "and nearly all drafts are rejected. It is only for `python -m benchmarks.spec`: remove it to serve",
                 prefill_backoff(mamba=False, lookahead=drafter.speculative.num_prefill_lookahead_tokens),
             )
+        self._undrafted: set[RequestId] = set()
+        """Requests for which the text drafter has raised: they go on without drafts."""
         self._text = None if drafter.config is not None else _text_drafter(drafter)
 
     @property
@@ -96,8 +99,12 @@ class Speculation:
         key = self._keys.pop(request.request_id, None)
         if key is not None:
             self._forgotten.append(key)
+        self._undrafted.discard(request.request_id)
         if self._text is not None:
-            self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
+            try:
+                self._text.forget(request.request_id, request.tokens[request.num_prompt_tokens :])
+            except Exception:
+                logger.exception("the drafter cannot take an answer request=%s", request.request_id)
 
     def draft_probs(self, chunks: Sequence[ScheduledChunk]) -> list[torch.Tensor | None]:
         """Returns the distributions from which each chunk's drafts were sampled; None for the drafter's likeliest
@@ -121,9 +128,7 @@ class Speculation:
         """Gets the next drafts. Called after the step's tokens were appended and some requests have ended."""
         if self._text is not None:
             for chunk in chunks:
-                request = chunk.request
-                if count := self._num_drafts(chunk):
-                    request.drafts = tuple(self._text.propose(request.request_id, request.tokens, count))
+                self._draft_from_text(self._text, chunk)
             return
         wanted = [chunk for chunk in chunks if chunk.request.for_remote or chunk.request.state is State.RUNNING]
         if wanted:
@@ -135,6 +140,17 @@ class Speculation:
                 chunk.request.drafts = drafts
                 if each is not None:
                     self._draft_probs[chunk.request.request_id] = each
+
+    def _draft_from_text(self, drafter: TextDrafter, chunk: ComputedChunk) -> None:
+        request = chunk.request
+        count = self._num_drafts(chunk)
+        if not count or request.request_id in self._undrafted:
+            return
+        try:
+            request.drafts = tuple(drafter.propose(request.request_id, request.tokens, count))
+        except Exception:
+            logger.exception("a request goes on without drafts request=%s", request.request_id)
+            self._undrafted.add(request.request_id)
 
     def adopted(self, request: Request) -> None:
         """Drafts for a request that has taken over prefill's first token and computed nothing.
@@ -177,6 +193,23 @@ class Speculation:
         if not probabilistic or request.sampling.temperature < GREEDY_BELOW:
             return None
         return DraftSampling(request.sampling, self._seed_of(request), len(request.tokens) - request.num_prompt_tokens)
+
+
+def step_input(plan: StepPlan, to_clear: Sequence[int], speculation: Speculation | None) -> StepInput:
+    """Returns a plan as the ranks receive it."""
+    chunks = tuple(
+        ChunkInput(
+            tuple(chunk.token_ids),
+            chunk.start,
+            chunk.stop,
+            chunk.request.tables,
+            chunk.num_logits,
+            speculation.key(chunk.request) if speculation is not None else "",
+        )
+        for chunk in plan.chunks
+    )
+    forget = speculation.take_forgotten() if speculation is not None else ()
+    return StepInput(chunks, clear=tuple(to_clear), copies=tuple(plan.changes.copies), forget=forget)
 
 
 def _text_drafter(drafter: DrafterInfo) -> TextDrafter:

@@ -21,13 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
-from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, sample_tokens, uniform
-from kvferry.engines.mini.drafting import ComputedChunk, Speculation
+from kvferry.engines.mini.api import Failure, FinishReason, GenerateRequest, Output, TokenLogprobs, failure_text
+from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, uniform
+from kvferry.engines.mini.drafting import ComputedChunk, Speculation, step_input
+from kvferry.engines.mini.isolation import Broken, after_loss, choose_tokens, probe
 from kvferry.engines.mini.models.loading import OpenedModel
 from kvferry.engines.mini.models.tokenizer import Detokenizer
 from kvferry.engines.mini.ranks.build import build_executor
@@ -44,8 +43,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
-from kvferry.engines.mini.speculation.rejection import verify
-from kvferry.engines.mini.step import ChunkInput, StepInput
+from kvferry.engines.mini.step import StepInput
 from kvferry.errors import RanksLost, RequestError
 from kvferry.ids import RequestId
 from kvferry.wire.first_token import FirstToken
@@ -83,6 +81,8 @@ class Engine:
         self._wake: Callable[[], None] = lambda: None
         self._in_flight: deque[StepPlan] = deque()
         """Plans that were submitted and not collected yet."""
+        self._computing: Sequence[ScheduledChunk] = ()
+        """The chunks of the step whose results are being waited for or applied."""
         self._clock = clock or MonotonicClock()
         self._eos = frozenset(model.config.eos_token_ids)
         if not self._eos and model.tokenizer.eos_token_id is not None:
@@ -166,15 +166,19 @@ class Engine:
         request = Request(spec, answer, number=self._number, arrived_s=self._clock.now_s())
         self._number += 1
         self._requests[spec.request_id] = request
-        if self._connector is not None:
-            self._connector.on_new_request(request)
-            if request.from_remote:
-                carried = self._connector.carried_first_token(request)
-                request.first_token = self._handoff_results.checked(carried, request)
-        elif request.from_remote:
-            request.handoff_over = True
-            request.reason = "this engine has no connector"
-        self.scheduler.enter(request)
+        try:
+            if self._connector is not None:
+                self._connector.on_new_request(request)
+                if request.from_remote:
+                    carried = self._connector.carried_first_token(request)
+                    request.first_token = self._handoff_results.checked(carried, request)
+            elif request.from_remote:
+                request.handoff_over = True
+                request.reason = "this engine has no connector"
+            self.scheduler.enter(request)
+        except BaseException:
+            self._end(request, Finish(FinishReason.ERROR), aborted=True)
+            raise
 
     def decline(self, handoff: HandoffParams | None, reason: str) -> None:
         """Says to the prefill engine that these parameters name that the request was refused, so that it frees its
@@ -214,14 +218,16 @@ class Engine:
         except RanksLost as error:
             if self._revive is None:
                 raise
-            self._lose_ranks(str(error), outputs)
+            self._lose_ranks(error, outputs)
         return outputs
 
     def _step(self, outputs: list[Output]) -> None:
         reports = self.executor.reports()
         if self._connector is not None:
             self._apply_handoffs(self._connector.update(reports), outputs)
-        while len(self._in_flight) < self.executor.depth and self._submit(outputs):
+        # A suspect's step is the only one in flight, so that a rank that raises shows the cause.
+        depth = 1 if self.scheduler.has_suspects else self.executor.depth
+        while len(self._in_flight) < depth and self._submit(outputs):
             pass
         if self._in_flight:
             self._collect(self._in_flight.popleft(), outputs)
@@ -235,84 +241,98 @@ class Engine:
         # With several stages a step takes a part of the requests, so that there is a step for every stage.
         max_chunks = None if depth == 1 else max(1, -(-num_running // depth))
         plan = self.scheduler.schedule(self._clock.now_s(), max_chunks)
-        self._record_stages(plan)  # before `submit`, which may compute at once
+        # Before `submit`, which may compute at once.
+        plan.record_stages(self.scheduler.waiting_for_kv.values(), self._clock.now_s())
         orders = self._connector.build_orders() if self._connector is not None else StepOrders()
         to_clear, self._blocks_to_clear = (*self._blocks_to_clear, *plan.changes.fresh), []
         if plan.chunks or to_clear or plan.changes.copies or orders:
-            self.executor.submit(self._step_input(plan, to_clear), orders)
+            self.executor.submit(step_input(plan, to_clear, self._speculation), orders)
         if plan.chunks:
             self._in_flight.append(plan)
             for chunk in plan.chunks:
                 chunk.request.in_flight = True
-        outputs += [self._end(r, Finish(FinishReason.ERROR), aborted=True, error=reason) for r, reason in plan.refused]
-        outputs += [output for request in plan.adopted if (output := self._adopt(request)) is not None]
+        outputs += [self._fail(request, reason, Failure.HANDOFF_FAILED) for request, reason in plan.refused]
+        self._break(plan.broken, outputs)
+        for request in plan.adopted:
+            self._adopt(request, outputs)
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in plan.complete]
         return bool(plan.chunks)
 
-    def _step_input(self, plan: StepPlan, to_clear: Sequence[int]) -> StepInput:
-        """Returns a plan as the ranks receive it."""
-        speculation = self._speculation
-        chunks = tuple(
-            ChunkInput(
-                tuple(chunk.token_ids),
-                chunk.start,
-                chunk.stop,
-                chunk.request.tables,
-                chunk.num_logits,
-                speculation.key(chunk.request) if speculation is not None else "",
-            )
-            for chunk in plan.chunks
-        )
-        forget = speculation.take_forgotten() if speculation is not None else ()
-        return StepInput(chunks, clear=tuple(to_clear), copies=tuple(plan.changes.copies), forget=forget)
-
-    def _record_stages(self, plan: StepPlan) -> None:
-        """Records when a request is first computed, and when it first waits for KV."""
-        now_s = self._clock.now_s()
-        for chunk in plan.chunks:
-            if chunk.request.stages.computing_s is None:
-                chunk.request.stages = replace(chunk.request.stages, computing_s=now_s)
-        for request in self.scheduler.waiting_for_kv.values():
-            if request.stages.reserved_s is None:
-                request.stages = replace(request.stages, reserved_s=now_s)
-
     def _collect(self, plan: StepPlan, outputs: list[Output]) -> None:
         """Waits for the oldest submitted step and applies its results."""
-        logits = self.executor.collect().logits
+        self._computing = plan.chunks
+        try:
+            logits = self.executor.collect().logits
+        except RanksLost:
+            raise
+        except Exception as error:  # noqa: BLE001  # of the step: its requests run alone until the cause is found
+            self._step_failed(plan.chunks, error, outputs)
+            return
         self._counters.steps += 1
         for chunk in plan.chunks:
             chunk.request.in_flight = False
-        chosen = self._sample(plan, logits) if logits is not None else {}
+        chosen: dict[Request, list[SampledToken]] = {}
+        if logits is not None:
+            chosen, broken = choose_tokens(plan.chunks, logits, self._row, self._speculation)
+            self._break(broken, outputs)
         alive = [chunk for chunk in plan.chunks if chunk.request.state is not State.FINISHED]
         computed = self._record_progress(alive, chosen)
-        outputs += [self._append(chunk.request, chosen[chunk.request]) for chunk in alive if chunk.request in chosen]
+        for chunk in alive:
+            if chunk.request in chosen:
+                self._try_append(chunk.request, chosen[chunk.request], outputs)
         open_ones = [chunk.request for chunk in alive if chunk.request.state is not State.FINISHED]
         left = [request for request in open_ones if request.num_deferred and request.num_uncomputed <= 0]
         outputs += [self._end(request, Finish(FinishReason.LENGTH)) for request in left]
         if self._speculation is not None:
-            self._speculation.draft(computed)
+            try:
+                self._speculation.draft(computed)
+            except RanksLost:
+                raise
+            except Exception as error:  # noqa: BLE001  # as above
+                self._step_failed(alive, error, outputs)
+        self._computing = ()
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[Request, list[SampledToken]]:
-        """Returns the new tokens of each request that gets any: the accepted drafts, and one more."""
-        wanted: list[int] = []
-        ready: list[ScheduledChunk] = []
-        at = 0
-        for chunk in plan.chunks:
-            if chunk.num_logits and chunk.request.state is not State.FINISHED:  # else it was aborted
-                ready.append(chunk)
-                wanted += range(at, at + chunk.num_logits)
-            at += chunk.num_logits
-        if not ready:
-            return {}
-        rows = [self._row(chunk.request) for chunk in ready]
-        if len(wanted) < at:
-            logits = logits[wanted]
-        if all(not chunk.drafts for chunk in ready):
-            chosen = [[one] for one in sample_tokens(logits, rows)]
-        else:
-            assert self._speculation is not None, "only speculation makes drafts"
-            chosen = verify(logits, rows, [chunk.drafts for chunk in ready], self._speculation.draft_probs(ready))
-        return {chunk.request: tokens for chunk, tokens in zip(ready, chosen, strict=True)}
+    @property
+    def suspects(self) -> frozenset[RequestId]:
+        """After `step` has raised: the requests that it was computing."""
+        return frozenset(chunk.request.request_id for chunk in self._computing)
+
+    # When a request makes a step fail (isolation.py says how the cause is found)
+
+    def _step_failed(self, chunks: Sequence[ScheduledChunk], error: Exception, outputs: list[Output]) -> None:
+        """Ends the request that a step computed alone, or lets each request of the step start again, to run alone."""
+        open_ones = [chunk for chunk in chunks if chunk.request.state is not State.FINISHED]
+        names = ",".join(chunk.request.request_id for chunk in chunks)
+        logger.error("a step has failed requests=%s", names, exc_info=error)
+        if len(chunks) == 1:
+            self._break([(chunk.request, error) for chunk in open_ones], outputs)
+            return
+        for chunk in open_ones:
+            # One token more than the step has computed: then it has also drafted, and verified its drafts, alone.
+            self.scheduler.suspect(chunk.request, chunk.stop + 1)
+        for chunk in chunks:
+            chunk.request.in_flight = False
+
+    def _break(self, broken: Sequence[Broken], outputs: list[Output]) -> None:
+        """Ends requests that raise whenever they are computed. Raises if the engine itself is broken."""
+        if broken and not self._in_flight:
+            probe(self.executor, self.blocks, self.scheduler.groups)
+        for request, error in broken:
+            logger.error("a request has failed request=%s", request.request_id, exc_info=error)
+            request.state_tokens = -1  # the step may have overwritten the states
+            outputs.append(self._fail(request, failure_text(error), Failure.REQUEST_FAILED))
+            request.in_flight = False
+
+    def _fail(self, request: Request, error: str, failure: Failure) -> Output:
+        return self._end(request, Finish(FinishReason.ERROR), aborted=True, error=error, failure=failure)
+
+    def _try_append(self, request: Request, chosen: Sequence[SampledToken], outputs: list[Output]) -> None:
+        try:
+            outputs.append(self._append(request, chosen))
+        except Exception as error:
+            if request.state is State.FINISHED:
+                raise  # it was being ended: not this request, but the books are broken
+            self._break([(request, error)], outputs)
 
     def _row(self, request: Request) -> SamplingRow:
         answer = request.tokens[request.num_prompt_tokens :]
@@ -383,7 +403,15 @@ class Engine:
             stages=replace(request.stages, ended_s=self._clock.now_s()) if finish else None,
         )
 
-    def _end(self, request: Request, finish: Finish, *, aborted: bool = False, error: str | None = None) -> Output:
+    def _end(
+        self,
+        request: Request,
+        finish: Finish,
+        *,
+        aborted: bool = False,
+        error: str | None = None,
+        failure: Failure = Failure.REQUEST_FAILED,
+    ) -> Output:
         """Ends a request. Called once per request."""
         output = self._output(request, finish)
         self.scheduler.remove(request)
@@ -400,13 +428,13 @@ class Engine:
                 request,
                 request.tables,
                 request.num_computed,
-                first_token=_first_token(request) if offers else None,
+                first_token=request.handed_over_token() if offers else None,
                 aborted=aborted or (request.for_remote and not offers),
                 complete=complete,
             )
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
-        return replace(output, error=error, handoff=params)
+        return replace(output, error=error, failure=failure, handoff=params)
 
     # Hand-offs
 
@@ -414,18 +442,17 @@ class Engine:
         """Applies the results of hand-offs since the last step."""
         follow_up = self._handoff_results.apply(outcome)
         self._blocks_to_clear += follow_up.blocks_to_clear
-        outputs += [output for request in follow_up.adopt if (output := self._adopt(request)) is not None]
-        for request, reason in follow_up.fatal:
-            outputs.append(self._end(request, Finish(FinishReason.ERROR), aborted=True, error=reason))
+        for request in follow_up.adopt:
+            self._adopt(request, outputs)
+        outputs += [self._fail(request, reason, Failure.HANDOFF_FAILED) for request, reason in follow_up.fatal]
 
-    def _adopt(self, request: Request) -> Output | None:
+    def _adopt(self, request: Request, outputs: list[Output]) -> None:
         """Starts a request whose first token prefill has chosen: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
-        output = self._append(request, [self._as_sent(request, first)])
+        self._try_append(request, [self._as_sent(request, first)], outputs)
         if self._speculation is not None:
             self._speculation.adopted(request)
-        return output
 
     def _as_sent(self, request: Request, first: FirstToken) -> SampledToken:
         """Returns prefill's first token as if it had been chosen here."""
@@ -436,16 +463,18 @@ class Engine:
 
     # When ranks die
 
-    def _lose_ranks(self, reason: str, outputs: list[Output]) -> None:
-        """Ends every request, because ranks have died. The next call starts new ranks (`_restart_ranks`)."""
-        logger.error("ranks died, every request ends requests=%d cause=%s", len(self._requests), reason)
-        error = f"a process of this engine has died: {reason}. Send the request again."
-        for request in self._requests.values():
+    def _lose_ranks(self, error: RanksLost, outputs: list[Output]) -> None:
+        """Ends requests, or lets them start again: see `after_loss`. The next call starts new ranks."""
+        chunks = [*self._computing, *(chunk for plan in self._in_flight for chunk in plan.chunks)]
+        logger.error("ranks lost requests=%d computing=%d cause=%s", len(self._requests), len(chunks), error)
+        for request, text, failure in after_loss(list(self._requests.values()), chunks, error):
+            del self._requests[request.request_id]
             request.state = State.FINISHED
             self._counters.ended(request, self.settings.block_tokens)
-            outputs.append(replace(self._output(request, Finish(FinishReason.ERROR)), error=error))
-        self._requests.clear()
+            output = self._output(request, Finish(FinishReason.ERROR))
+            outputs.append(replace(output, error=text, failure=failure))
         self._in_flight.clear()
+        self._computing = ()
         self._blocks_to_clear = []
         self._ranks_lost = True
         self.executor.close()
@@ -453,8 +482,15 @@ class Engine:
     def _restart_ranks(self) -> None:
         assert self._revive is not None, "only an engine that can be revived is down"
         self._use_ranks(*self._revive())
-        self._ranks_lost = False
         self._counters.revivals += 1
+        for request in self._requests.values():
+            if request.from_remote:  # its KV was for the ranks that are gone
+                request.handoff_over = True
+                request.reason = request.reason or "a rank of this engine has failed and was started again"
+            self.scheduler.enqueue(request)
+        if self._requests:
+            probe(self.executor, self.blocks, self.scheduler.groups)
+        self._ranks_lost = False
 
     # Introspection
 
@@ -465,15 +501,5 @@ class Engine:
 
     def check(self) -> None:
         """Asserts that every block is accounted for. For tests and debugging."""
-        self.blocks.check([request.block_ids for request in self._requests.values()])
-
-
-def _first_token(request: Request) -> FirstToken | None:
-    if request.num_deferred:
-        return None
-    chosen = request.chosen
-    return FirstToken(
-        token=request.tokens[request.num_prompt_tokens],
-        logprob=chosen.logprob if chosen else None,
-        top=chosen.top if chosen else (),
-    )
+        if not self._ranks_lost:  # else the books are those of memory that is gone
+            self.blocks.check([request.block_ids for request in self._requests.values()])

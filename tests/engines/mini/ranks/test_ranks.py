@@ -5,6 +5,8 @@ All tests here share one launcher: it loads torch once, and forks every set of r
 
 import os
 import signal
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 import torch
 
 from kvferry.connector.base import StepOrders
-from kvferry.engines.mini.api import FinishReason, Output
+from kvferry.engines.mini.api import Failure, FinishReason, Output
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.models.progress import Progress, ProgressState, set_progress_display
 from kvferry.engines.mini.ranks.build import build_executor
+from kvferry.engines.mini.ranks.control import Channel
 from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.ranks.launcher import Launcher
+from kvferry.engines.mini.ranks.processes import ProcessExecutor, _RankHandle
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.step import ChunkInput, StepInput
 from kvferry.errors import ConfigError, RanksLost, UnknownModel
@@ -195,6 +199,7 @@ def test_a_rank_that_is_killed_ends_its_requests_and_others_go_on(tmp_path: Path
         ended += [output for output in engine.step() if output.finish_reason is not None]
     assert {output.finish_reason for output in ended} == {FinishReason.ERROR}
     assert all("rank 1 was killed by signal 9" in str(output.error) for output in ended), ended
+    assert {output.failure for output in ended} <= {Failure.ENGINE_CRASHED, Failure.ENGINE_DEAD}
     assert _answers(engine) == want
     assert engine.stats().revivals == 1
     assert not set(engine.executor.pids) & set(old)
@@ -229,6 +234,39 @@ def test_a_rank_that_fails_reports_its_error(tmp_path: Path, make_ranked: Any) -
     engine.executor.submit(StepInput((beyond,)), StepOrders())
     with pytest.raises(RanksLost, match=r"rank [01]: IndexError: index out of range"):
         engine.executor.collect()
+
+
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=["tp", "pp"])
+def test_a_request_that_makes_a_rank_raise_ends_and_others_go_on(
+    shape: dict[str, int], tmp_path: Path, make_ranked: Any
+) -> None:
+    """New ranks compute the others again: those of the failed step one by one, until the cause is found."""
+    directory = make_tiny_model(tmp_path / "m")
+    want = _answers(Engine.load(_settings(directory)))
+    engine = make_ranked(_settings(directory, **shape), revives=True)
+    engine.add(ask("bad", prompt_of(30, 7)))
+    for i, length in enumerate(LENGTHS):
+        engine.add(ask(str(i), prompt_of(length, i)))
+    engine._requests["bad"].tokens[3] = 1 << 20  # as if no check had seen it
+    outputs = finish(engine)
+    last = outputs.pop("bad")[-1]
+    assert (last.finish_reason, last.failure) == (FinishReason.ERROR, Failure.REQUEST_FAILED)
+    assert "IndexError" in str(last.error)
+    assert {name: tokens_of(found) for name, found in outputs.items()} == want
+    assert engine.stats().revivals == 2
+    assert _answers(engine) == want
+
+
+def test_a_message_that_cannot_be_read_ends_the_ranks_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    executor = ProcessExecutor(_settings(tmp_path), num_blocks=2)
+    ours, theirs = socket.socketpair()
+    executor._ranks.append(_RankHandle(0, 0, Channel(ours)))
+    executor._reader.start()
+    with theirs:
+        theirs.sendall(struct.pack("<IQ", 4, 0) + b"junk")
+        with pytest.raises(RanksLost, match="a message of a rank cannot be read: UnpicklingError"):
+            executor._await(lambda: False, 30, "loaded")
+    executor.close()
 
 
 def test_outputs_of_the_step_in_which_ranks_die_are_not_lost(tmp_path: Path, make_ranked: Any) -> None:

@@ -168,7 +168,6 @@ async def test_prefill_returns_its_parameters(url: str) -> None:  # R15
         "prompt": "Hello",
         "max_tokens": 1,
         "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "t1", "unknown": 1},
-        "unknown_field": {"x": 1},
     }
     async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
         answer = await response.json()

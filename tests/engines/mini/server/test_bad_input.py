@@ -32,7 +32,7 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {**TEXT, "n": 1000}, 400, "n", "send 1 to 128"),
     ("completions", {**TEXT, "best_of": 3}, 400, "best_of", "best_of=3 is not supported"),
     ("completions", {**TEXT, "suffix": "x"}, 400, "suffix", "suffix='x' is not supported"),
-    ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs", "logprobs=21: send 0 to 20"),
+    ("completions", {**TEXT, "logprobs": 21}, 400, "logprobs", "logprobs=21 is out of range: send 0 to 20"),
     ("completions", {**TEXT, "logprobs": 1, "echo": True}, 400, "logprobs", "prompt log probabilities"),
     ("completions", {**TEXT, "prompt_logprobs": 1}, 400, "prompt_logprobs", "prompt_logprobs=1 is not supported"),
     ("completions", {**TEXT, "logit_bias": {"x": 1}}, 400, "logit_bias", "must be a token id"),
@@ -74,7 +74,13 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "part of type 'image_url'",
     ),
     ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs=true"),
-    ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "top_logprobs=21: send"),
+    (
+        "chat/completions",
+        {**CHAT, "logprobs": True, "top_logprobs": 21},
+        400,
+        "top_logprobs",
+        "top_logprobs=21 is out",
+    ),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
     ("chat/completions", {**CHAT, "tools": [{}], "tool_choice": "required"}, 400, "tool_choice", "'required'"),
     ("chat/completions", {**CHAT, "max_tokens": 500}, 400, "messages", "shorten the prompt"),
@@ -243,13 +249,13 @@ async def test_an_engine_that_crashes_ends_every_request_with_an_error(caplog: p
         worker.engine.crash = RuntimeError("boom")
         response = await pending
         error = (await response.json())["error"]
-        assert (response.status, error["code"]) == (500, "engine_dead")
+        assert (response.status, error["code"]) == (503, "engine_crashed")
         assert "RuntimeError: boom" in error["message"]
         async with session.get(f"{url}/health") as health:
             assert health.status == 503
             assert "boom" in (await health.json())["reason"]
         async with session.post(f"{url}/v1/completions", json=TEXT) as later:
-            assert later.status == 500
+            assert (later.status, (await later.json())["error"]["code"]) == (503, "engine_dead")
         async with session.get(f"{url}/v1/kvferry") as description:
             assert "boom" in (await description.json())["state"]
     assert "the engine has failed" in caplog.text

@@ -12,9 +12,12 @@ import pytest
 
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+from kvferry.engines.mini.server.request_fields import Done, fields_of
+from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.ids import TransferId
 from kvferry.web.listen import Listener
 from tests.engines.mini.conftest import MakeEngine, ask, finish, prompt_of, text_of
+from tests.harness.request_values import BASES, KINDS, at_bounds
 from tests.harness.until import until_async
 
 pytestmark = pytest.mark.engine
@@ -92,6 +95,31 @@ async def test_seeds_stops_and_logprobs(make_engine: MakeEngine) -> None:
         assert logprobs.token_logprobs is not None
         assert [len(top) >= 1 for top in logprobs.top_logprobs] == [True] * 5
         assert all(value <= 0 for value in logprobs.token_logprobs)
+
+
+@pytest.mark.parametrize("speculation", [None, SpeculationSettings(method="ngram", num_speculative_tokens=3)])
+@pytest.mark.parametrize("endpoint", sorted(KINDS))
+async def test_the_engine_computes_every_value_that_the_table_lets_through(
+    make_engine: MakeEngine, endpoint: str, speculation: SpeculationSettings | None
+) -> None:
+    engine = make_engine(speculation=speculation, num_blocks=600)
+    bodies = [
+        {**BASES[endpoint], "max_tokens": 4, "temperature": 1, **fields, **more}
+        for name, (entry, _) in fields_of(KINDS[endpoint]).items()
+        if entry.does is Done.YES
+        for fields in at_bounds(name, entry)
+        for more in ({}, {"repetition_penalty": 1e-9, "top_k": 1, "temperature": 1e-5, "min_p": 1.0})
+    ]
+    assert len(bodies) > 40
+    async with serving(engine) as (url, _), aiohttp.ClientSession() as session:
+
+        async def post(body: dict[str, Any]) -> tuple[int, str]:
+            async with session.post(f"{url}/v1/{endpoint}", json=body) as response:
+                return response.status, await response.text()
+
+        answers = await asyncio.gather(*(post(body) for body in bodies))
+    for body, (status, text) in zip(bodies, answers, strict=True):
+        assert status == 200 or (status == 400 and "context_length_exceeded" in text), (body, text)
 
 
 async def test_chat_uses_the_models_template(make_engine: MakeEngine) -> None:

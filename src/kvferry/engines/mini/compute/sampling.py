@@ -19,6 +19,7 @@ __all__ = [
     "SamplingRow",
     "apply_penalties",
     "logprobs_of",
+    "penalized",
     "probabilities",
     "sample",
     "sample_tokens",
@@ -68,12 +69,10 @@ def uniform(seed: int, draw: int) -> float:
 
 @torch.inference_mode()
 def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Samples one token per row of `logits` [len(rows), vocab_size], which are float32 and are overwritten."""
+    """Samples one token per row of `logits` [len(rows), vocab_size], which are float32 and stay as they are."""
     with_logprobs = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
     unchanged = torch.log_softmax(logits[with_logprobs], dim=-1) if with_logprobs else None
-    for i, row in enumerate(rows):
-        if row.changes_logits:
-            apply_penalties(logits[i], row)
+    logits = penalized(logits, rows)
     tokens = logits.argmax(dim=-1)
     random = [i for i, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if random:
@@ -85,6 +84,17 @@ def sample_tokens(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sam
         for at, i in enumerate(with_logprobs):
             found[i] = logprobs_of(unchanged[at], sampled[i], rows[i].sampling.logprobs or 0)
     return [SampledToken(token, found.get(i)) for i, token in enumerate(sampled)]
+
+
+def penalized(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Returns the logits after bias and penalties: a copy if any row changes them."""
+    if not any(row.changes_logits for row in rows):
+        return logits
+    logits = logits.clone()
+    for i, row in enumerate(rows):
+        if row.changes_logits:
+            apply_penalties(logits[i], row)
+    return logits
 
 
 def apply_penalties(logits: torch.Tensor, row: SamplingRow) -> None:
@@ -133,7 +143,7 @@ def _top(probs: torch.Tensor, params: Sequence[SamplingParams], top_p: torch.Ten
     vocab = probs.shape[-1]
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=probs.device)
-    top_k = torch.tensor([p.top_k if p.top_k > 0 else vocab for p in params], device=probs.device)[:, None]
+    top_k = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=probs.device)[:, None]
     ordered = ordered.masked_fill(rank >= top_k, 0.0)
     before = ordered.cumsum(dim=-1) - ordered
     drop = (before >= top_p * ordered.sum(dim=-1, keepdim=True)) & (top_p < 1.0) & (rank > 0)

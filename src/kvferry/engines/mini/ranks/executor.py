@@ -65,11 +65,17 @@ class Executor(Protocol):
         ...
 
     def submit(self, step: StepInput, orders: StepOrders) -> None:
-        """Makes every rank copy and clear blocks, take its orders, and compute. Without chunks there is no outcome."""
+        """Makes every rank copy and clear blocks, take its orders, and compute. Without chunks there is no outcome.
+
+        What computing raises, `collect` raises: then the orders were carried out, and no chunk of the step is computed.
+        """
         ...
 
     def collect(self) -> StepOutcome:
-        """Returns the outcome of the oldest step with chunks that was not collected. Blocks. Raises RanksLost."""
+        """Returns the outcome of the oldest step with chunks that was not collected. Blocks. Raises RanksLost.
+
+        An executor in this process raises what computing the step has raised, and lives.
+        """
         ...
 
     def draft(self, order: DraftInput) -> DraftOutput:
@@ -174,6 +180,11 @@ class Rank:
 
     def execute(self, step: StepInput, orders: StepOrders) -> torch.Tensor | None:
         """Runs one step. Returns StepOutcome.logits on the last stage, and None on the others."""
+        self.prepare(step, orders)
+        return self.compute(step) if step.chunks else None
+
+    def prepare(self, step: StepInput, orders: StepOrders) -> None:
+        """Carries out all of a step but its chunks."""
         if self._drafter is not None:
             self._drafter.forget(step.forget)
         self.cache.copy(step.copies)
@@ -183,8 +194,9 @@ class Rank:
                 # Cleared blocks must be zero before bytes arrive in them, and offered blocks must be in memory.
                 self.cache.wait_written()
             self.worker.start_step(orders)
-        if not step.chunks:
-            return None
+
+    def compute(self, step: StepInput) -> torch.Tensor | None:
+        """Computes the chunks of a step that is prepared. Returns as `execute`."""
         before = None
         if not self._shard.is_first:
             assert self._stages is not None, "a rank of an engine with several stages has Stages"
@@ -215,7 +227,7 @@ class LocalExecutor:
         self._worker = worker
         self._handoffs: HandoffWorker | None = None
         self._rank = Rank(network, cache, worker, drafter=drafter)
-        self._outcomes: deque[StepOutcome] = deque()
+        self._outcomes: deque[StepOutcome | Exception] = deque()
         self._layouts: tuple[CacheLayout, ...] = ()
         self._report_callback: Callable[[], None] = lambda: None
 
@@ -231,13 +243,19 @@ class LocalExecutor:
 
     def submit(self, step: StepInput, orders: StepOrders) -> None:
         """Implements Executor."""
-        logits = self._rank.execute(step, orders)
+        self._rank.prepare(step, orders)
         if step.chunks:
-            self._outcomes.append(StepOutcome(logits))
+            try:
+                self._outcomes.append(StepOutcome(self._rank.compute(step)))
+            except Exception as error:  # noqa: BLE001  # `collect` raises it
+                self._outcomes.append(error)
 
     def collect(self) -> StepOutcome:
         """Implements Executor."""
-        return self._outcomes.popleft()
+        outcome = self._outcomes.popleft()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def draft(self, order: DraftInput) -> DraftOutput:
         """Implements Executor."""

@@ -48,7 +48,7 @@ from kvferry.engines.mini.ranks.launcher import Launcher
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.draft_records import DraftInput, DraftOutput
 from kvferry.engines.mini.step import StepInput
-from kvferry.errors import ConfigError, FerryError, RanksLost, UnknownModel
+from kvferry.errors import ConfigError, FerryError, RankRaised, RanksLost, UnknownModel
 from kvferry.layout.description import CacheLayout
 from kvferry.stats import HandoffStats
 
@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 20.0
 """How long a rank may take to close, which includes its worker half's goodbyes to peers. Then it is killed."""
 _KILLED_S = 5.0
+_SIBLING_S = 0.5
+"""How long to wait for the end of another rank whose death may be what a rank has raised for."""
 _CONNECT_S = 120.0
 _OPERATOR_ERRORS: dict[str, type[FerryError]] = {"ConfigError": ConfigError, "UnknownModel": UnknownModel}
 
@@ -315,15 +317,37 @@ class ProcessExecutor:
                 return
             self._lost = kind(reason)
             self._changed.notify_all()
-        if kind is RanksLost:
+        if issubclass(kind, RanksLost):
             logger.error("ranks lost cause=%s pids=%s", reason, ",".join(map(str, self.pids)))
         for rank in self._ranks:
             self._kill(rank)
         self._report_callback()
 
+    def _rank_failed(self, rank: _RankHandle, record: RankFailed) -> None:
+        if record.kind in _OPERATOR_ERRORS:
+            self._lose(record.text, _OPERATOR_ERRORS[record.kind])
+            return
+        killed = next((other for other in self._ranks if other is not rank and self._was_killed(other)), None)
+        if killed is not None:  # what this rank has raised says only that it waited for the other one
+            self._lose(f"rank {killed.index} {self._end_status(killed)}")
+            return
+        self._lose(f"rank {rank.index}: {record.kind}: {record.text}", RankRaised)
+
+    def _was_killed(self, rank: _RankHandle) -> bool:
+        code = self._launcher.wait(rank.pid, _SIBLING_S) if self._launcher is not None else None
+        return code is not None and code < 0
+
     # ---- the reader's thread
 
     def _read(self) -> None:
+        try:
+            self._read_messages()
+        except Exception as error:
+            # Whoever waits for a message of a rank would wait for ever.
+            logger.exception("the control channels of the ranks have failed")
+            self._lose(f"a message of a rank cannot be read: {type(error).__name__}: {error}")
+
+    def _read_messages(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank in self._ranks:
                 selector.register(rank.channel, selectors.EVENT_READ, rank)
@@ -359,10 +383,7 @@ class ProcessExecutor:
                 rank.connected = record
             self._changed.notify_all()
         if isinstance(record, RankFailed):
-            kind = _OPERATOR_ERRORS.get(record.kind, RanksLost)
-            self._lose(
-                record.text if kind is not RanksLost else f"rank {rank.index}: {record.kind}: {record.text}", kind
-            )
+            self._rank_failed(rank, record)
         elif isinstance(record, Progress):
             show_progress(record)
         elif isinstance(record, PeerGone) and self._on_peer_lost is not None:

@@ -1,6 +1,7 @@
 """What the scheduler decides for one step: which tokens are computed, and what happens to blocks before that."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash
 from kvferry.engines.mini.scheduling.request import Request
@@ -58,3 +59,14 @@ class StepPlan:
     """Prefill requests with nothing to compute: every token that will be handed over was in our prefix cache."""
     refused: list[tuple[Request, str]] = field(default_factory=list)
     """Requests that the connector refused, each with a message for the client."""
+    broken: list[tuple[Request, Exception]] = field(default_factory=list)
+    """Requests that cannot be planned, and what was raised for them."""
+
+    def record_stages(self, waiting_for_kv: Iterable[Request], now_s: float) -> None:
+        """Records when a request is first computed, and when it first waits for KV."""
+        for chunk in self.chunks:
+            if chunk.request.stages.computing_s is None:
+                chunk.request.stages = replace(chunk.request.stages, computing_s=now_s)
+        for request in waiting_for_kv:
+            if request.stages.reserved_s is None:
+                request.stages = replace(request.stages, reserved_s=now_s)

@@ -82,6 +82,8 @@ class Request:
         self.draft_cache_start = 0
         """Decode: the drafter's cache begins at this token, because prefill has no drafter. 0: it is complete."""
         self.num_preemptions = 0
+        self.suspect_until = 0
+        """A step that computed this request has failed. It runs alone until this many tokens are computed; 0: no."""
         self.handoff_over = False
         """Decode: prefill's KV has landed, failed, or will not come; it is not requested again."""
         self.handoff_open = False
@@ -176,6 +178,28 @@ class Request:
     def computed(self, stop: int) -> None:
         """Records that the tokens before `stop` are computed and the states are those after them."""
         self.num_computed = self.state_tokens = stop
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the request runs alone, because it may be the cause of a step that failed."""
+        return self.num_computed < self.suspect_until
+
+    def handed_over_token(self) -> FirstToken | None:
+        """Returns the first token of the answer for decode; None if decode computes the prompt's end itself."""
+        if self.num_deferred:
+            return None
+        chosen = self.chosen
+        return FirstToken(
+            token=self.tokens[self.num_prompt_tokens],
+            logprob=chosen.logprob if chosen else None,
+            top=chosen.top if chosen else (),
+        )
+
+    def start_over(self) -> None:
+        """Records that nothing is computed and no block is held: its blocks, or the ranks that had them, are gone."""
+        self.blocks, self.drafts, self.draft_cache_start = [], (), 0
+        self.num_computed = self.num_remembered = self.state_tokens = 0
+        self.in_flight = self.handoff_open = False
 
     @property
     def account(self) -> PromptAccount:

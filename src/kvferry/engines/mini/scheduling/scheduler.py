@@ -13,6 +13,7 @@ Life of a request:
 4. FINISHED        after its last token, an abort or an error, from any state. The engine ends it: see engine.py.
 
 Decoding requests come first in a step, then chunks of prompts, oldest first, until the step's token budget is used up.
+After a step has failed, each of its requests runs alone for a while (`suspect`), so that the cause is found.
 """
 
 import bisect
@@ -103,7 +104,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Removes a request from its queue. It keeps its blocks."""
-        if request.state is State.WAITING:
+        if request.state is State.WAITING and request in self.waiting:  # else it could not be entered
             self.waiting.remove(request)
         elif request.state is State.WAITING_FOR_KV:
             del self.waiting_for_kv[request.request_id]
@@ -113,10 +114,28 @@ class Scheduler:
     def schedule(self, now_s: float, max_chunks: int | None = None) -> StepPlan:
         """Plans the next step. At most `max_chunks` running requests take part, and none that is in flight."""
         plan = StepPlan()
+        for suspect in [r for r in (*self.running, *self.waiting) if r.suspect and not r.in_flight]:
+            self._fill(plan, [suspect], now_s, None)
+            if plan.chunks:
+                break
+        else:  # without the suspects that wait, for blocks or for a peer: others can go on
+            self._fill(plan, [r for r in (*self.running, *self.waiting) if not r.suspect], now_s, max_chunks)
+        plan.chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
+        self.groups.settle(plan.changes)
+        return plan
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request has to run alone."""
+        return any(request.suspect for request in (*self.running, *self.waiting))
+
+    def _fill(self, plan: StepPlan, requests: Sequence[Request], now_s: float, max_chunks: int | None) -> None:
+        """Plans chunks of these running and waiting requests, until the step's budget is used up."""
         budget = self._max_batch_tokens
         preempted = self.num_preemptions
+        running = [r for r in requests if r.state is State.RUNNING and not r.in_flight]
         for decoding in (True, False):
-            for request in [r for r in self.running if not r.in_flight and (r.num_uncomputed == 1) is decoding]:
+            for request in [r for r in running if (r.num_uncomputed == 1) is decoding]:
                 if max_chunks is not None and len(plan.chunks) >= max_chunks:
                     break
                 count = min(request.num_uncomputed, budget)
@@ -127,10 +146,7 @@ class Scheduler:
         # A request that was preempted after it was scheduled must not run; and there is no room for new requests then.
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request.state is State.RUNNING]
         if self.num_preemptions == preempted:
-            self._admit(plan, budget, now_s)
-        plan.chunks.sort(key=lambda chunk: chunk.stop - chunk.start > 1)
-        self.groups.settle(plan.changes)
-        return plan
+            self._admit(plan, [r for r in requests if r.state is State.WAITING], budget, now_s)
 
     def _add_chunk(self, plan: StepPlan, request: Request, stop: int, budget: int) -> int:
         """Adds a request's chunk, with as many drafts as fit, and returns its number of tokens."""
@@ -181,12 +197,21 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
+        self._start_again(request, "preempted: the cache was full")
+
+    def suspect(self, request: Request, until: int) -> None:
+        """Lets a running request of a step that failed start again, and run alone until `until` tokens are computed."""
+        request.suspect_until = max(request.suspect_until, until)
+        request.state_tokens = -1  # the step may have overwritten the states
+        self._start_again(request, "computed again after a step that failed")
+
+    def _start_again(self, request: Request, reason: str) -> None:
         request.num_preemptions += 1
         transfer = self._connector.preempted(request) if self._connector is not None else None
         self.running.remove(request)
         self.give_up_blocks(request, transfer)
         if request.stages.first_token_s is None:
-            request.reason = request.reason or "preempted: the cache was full"
+            request.reason = request.reason or reason
         self.enqueue(request)
 
     def give_up_blocks(self, request: Request, transfer: TransferId | None) -> None:
@@ -197,8 +222,7 @@ class Scheduler:
                 self.blocks.free(held.ids)
         else:
             self.blocks.hold(transfer, request.block_ids)
-        request.blocks, request.drafts, request.draft_cache_start = [], (), 0
-        request.num_computed = request.num_remembered = request.state_tokens = 0
+        request.start_over()
 
     def landed(self, request: Request) -> None:
         """Records that the tokens before `num_computed` came from another engine."""
@@ -214,10 +238,10 @@ class Scheduler:
                 chain_hashes(request.hashes, request.tokens, self.block_tokens)
                 self.groups.remember(request, num_tokens)
 
-    def _admit(self, plan: StepPlan, budget: int, now_s: float) -> None:
-        """Admits waiting requests, oldest first. One without room may be overtaken (overtaking.py)."""
+    def _admit(self, plan: StepPlan, requests: Sequence[Request], budget: int, now_s: float) -> None:
+        """Admits these waiting requests, oldest first. One without room may be overtaken (overtaking.py)."""
         num_skipped = 0
-        for request in list(self.waiting):
+        for request in requests:
             if budget <= 0 or len(self.running) + len(self.waiting_for_kv) >= self._max_running:
                 return
             if num_skipped >= _MAX_SKIPPED:
@@ -225,7 +249,11 @@ class Scheduler:
             if not self._overtaking.may_pass(request):
                 num_skipped += 1
                 continue
-            hit, match, remote_stop, counts = self._look_up(request)
+            try:
+                hit, match, remote_stop, counts = self._look_up(request)
+            except Exception as error:  # noqa: BLE001  # nothing was allocated yet, so this request can end alone
+                plan.broken.append((request, error))
+                continue
             if match.error:
                 plan.refused.append((request, match.error))
                 continue

@@ -27,7 +27,7 @@ from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
 from kvferry.engines.mini.server.refused_handoffs import DeclinesHandoffs, handoff_of
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
-from kvferry.engines.mini.server.request_body import ChatBody, CommonBody, sampling_of
+from kvferry.engines.mini.server.request_body import MAX_CHOICES, ChatBody, CommonBody, limit_of, sampling_of
 from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
@@ -43,9 +43,7 @@ __all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_CHOICES = 128
 _DEFAULT_MAX_TOKENS = 16
-_MAX_TOP_LOGPROBS = 20
 _SNAPSHOT_WAIT_S = 0.25
 _MAX_REASON_CHARS = 200
 _MEET_LOOKS = 200
@@ -73,9 +71,6 @@ class ServerSettings:
 
     drain_timeout_s: float = 30.0
     """A draining worker ends after this long, whatever is still open."""
-
-    ends_with_engine: bool = False
-    """Whether the server drains, and so ends, when its engine has failed; if not, /health reports the failure."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
@@ -137,8 +132,8 @@ class WorkerServer:
             num_answering=lambda: self._num_answering + self._reader.num_reading,
             timeout_s=settings.drain_timeout_s,
         )
-        if settings.ends_with_engine:
-            self._engine.on_failure = lambda reason: self.draining.begin(f"the engine has ended: {reason}")
+        # So the process ends, with an exit status that a supervisor sees: nothing here can serve any more.
+        self._engine.on_failure = lambda reason: self.draining.begin(f"the engine has ended: {reason}")
         self._description: dict[str, Any] = {}
         self._engine_stats: Mapping[str, float] = {}
         self.app = web.Application(
@@ -195,17 +190,14 @@ class WorkerServer:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body, prompts = await self._reader.completion(request)
-        if body.best_of not in (None, 1):
-            raise _unsupported("best_of", body.best_of)
-        if body.suffix:
-            raise _unsupported("suffix", body.suffix)
         if body.echo and body.logprobs is not None:
             raise ApiError(
                 400, "echo=True with logprobs: prompt log probabilities are not supported; drop one of them",
                 param="logprobs", code="unsupported",
             )  # fmt: skip
         room = self._settings.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
-        max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if body.max_tokens is None else body.max_tokens
+        asked = limit_of(body)
+        max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if asked is None else asked
         job = self._job(request, body, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
         return await self._answer(request, job, CompletionReply(job, self._names, self._engine_id))
 
@@ -216,7 +208,7 @@ class WorkerServer:
                 400, f"top_logprobs={body.top_logprobs!r} needs logprobs=true: send it too", param="top_logprobs"
             )
         room = self._settings.max_model_len - len(prompt.token_ids)
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        asked = limit_of(body)
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         job = self._job(request, body, (prompt,), max(room, 1) if asked is None else asked, num_logprobs)
         return await self._answer(request, job, ChatReply(job, self._names, self._engine_id))
@@ -231,14 +223,14 @@ class WorkerServer:
         *,
         echo: bool = False,
     ) -> Job:
-        self._check(body, prompts, max_tokens, num_logprobs)
+        self._check(body, prompts, max_tokens)
         handoff = read_handoff(
             body.kv_transfer_params,
             request_id=request_id_of(request),
             engine=self._engine_id,
             mode=self._description.get("mode"),
         )
-        num_choices = 1 if body.n is None else body.n
+        num_choices, options = 1 if body.n is None else body.n, body.stream_options
         if handoff is not None and len(prompts) > 1:
             raise ApiError(
                 400,
@@ -257,7 +249,8 @@ class WorkerServer:
                 for i in range(num_choices)
             ),
             stream=bool(body.stream),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
             echo=echo,
             num_top_logprobs=num_logprobs,
             return_token_ids=bool(body.return_token_ids),
@@ -267,10 +260,8 @@ class WorkerServer:
             first_token_sent=request.headers.get("x-kvferry-first-token") == "sent",
         )
 
-    def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int, num_logprobs: int | None) -> None:
+    def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int) -> None:
         settings = self._settings
-        if body.prompt_logprobs is not None:
-            raise _unsupported("prompt_logprobs", body.prompt_logprobs)
         if body.model is not None and body.model != settings.model_name:
             raise ApiError(
                 404,
@@ -279,17 +270,22 @@ class WorkerServer:
                 code="model_not_found",
             )
         num_choices = 1 if body.n is None else body.n
-        if not 1 <= num_choices * len(prompts) <= _MAX_CHOICES:
+        if num_choices * len(prompts) > MAX_CHOICES:
             raise ApiError(
                 400,
-                f"n={num_choices!r} with {len(prompts)} prompts: send 1 to {_MAX_CHOICES} choices over all prompts",
+                f"n={num_choices!r} with {len(prompts)} prompts: send 1 to {MAX_CHOICES} choices over all prompts",
                 param="n",
+                code="out_of_range",
             )
-        name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        if num_logprobs is not None and not 0 <= num_logprobs <= _MAX_TOP_LOGPROBS:
-            raise ApiError(
-                400, f"{name}={num_logprobs!r}: send 0 to {_MAX_TOP_LOGPROBS} alternatives per token", param=name
-            )
+        for name, ids in (("stop_token_ids", body.stop_token_ids), ("logit_bias", body.logit_bias)):
+            beyond = next((one for one in ids or () if str(one).isdigit() and int(one) >= settings.vocab_size), None)
+            if beyond is not None:
+                raise ApiError(
+                    400,
+                    f"{name} has the token id {beyond}: this model has ids 0 to {settings.vocab_size - 1}",
+                    param=name,
+                    code="out_of_range",
+                )
         for prompt in prompts:
             length = len(prompt.token_ids)
             if length + max(max_tokens, 1) > settings.max_model_len:
@@ -305,7 +301,7 @@ class WorkerServer:
             for_remote = bool(body.kv_transfer_params and body.kv_transfer_params.get("do_remote_decode"))
             for prompt in prompts:
                 limits.check_length(len(prompt.token_ids), 1 if for_remote else max(max_tokens, 1))
-        if self.draining.begun:
+        if self.draining.begun and self._engine.failure is None:
             raise ApiError(503, "this worker is draining: send the request to another one", code="draining",
                            retry_after_s=1)  # fmt: skip
         if self._engine.num_open + num_choices * len(prompts) > settings.max_open_requests:
@@ -486,10 +482,6 @@ class WorkerServer:
     def _prompt_blocks(self, job: Job) -> str:
         size = self._description.get("limits", {}).get("block_tokens", 0)
         return prompt_blocks(job.prompts[0].token_ids, size) if size else ""
-
-
-def _unsupported(name: str, value: object) -> ApiError:
-    return ApiError(400, f"{name}={value!r} is not supported: leave it out", param=name, code="unsupported")
 
 
 def _json(body: object, unavailable: bool = False) -> web.Response:

@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from kvferry.engines.mini.api import GenerateRequest, Output
+from kvferry.engines.mini.api import Failure, GenerateRequest, Output, failure_text
 from kvferry.errors import FerryError
 from kvferry.ids import RequestId
 from kvferry.web.api_errors import ApiError
@@ -43,7 +43,15 @@ class EngineLike(Protocol):
         ...
 
     def step(self) -> Sequence[Output]:
-        """Runs one step and returns what it added to requests."""
+        """Runs one step and returns what it added to requests.
+
+        An exception that one request causes ends that request only. An exception from here is the end of the engine.
+        """
+        ...
+
+    @property
+    def suspects(self) -> Collection[RequestId]:
+        """After `step` has raised: the requests that it was computing, one of which may be the cause."""
         ...
 
     def has_work(self) -> bool:
@@ -163,13 +171,17 @@ class EngineThread:
                 num_idle = 0
         except Exception as error:
             logger.exception("the engine has failed, this worker cannot serve requests any more")
-            self._on_loop(self._fail, f"{type(error).__name__}: {error}")
+            self._on_loop(self._fail, f"{type(error).__name__}: {error}", frozenset(self._engine.suspects))
 
     def _add(self, request: GenerateRequest) -> None:
         try:
             self._engine.add(request)
         except FerryError as error:
             self._on_loop(self._refuse, request.request_id, error)
+        except Exception as error:
+            logger.exception("a request cannot be taken request=%s", request.request_id)
+            failed = ApiError(500, failure_text(error), code=Failure.REQUEST_FAILED.value)
+            self._on_loop(self._refuse, request.request_id, failed)
 
     def _on_loop(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None, "the engine thread runs after start()"
@@ -196,8 +208,16 @@ class EngineThread:
         if sink is not None:
             sink(error)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, suspects: Collection[RequestId]) -> None:
         self.failure = reason
+        crashed = ApiError(
+            503,
+            f"the engine of this worker has ended in a step that computed this request ({reason}): send it once more, "
+            "to another worker",
+            code=Failure.ENGINE_CRASHED.value,
+        )
+        for request_id in suspects:
+            self._refuse(request_id, crashed)
         self._fail_all(self._dead())
         self.on_failure(reason)
 
@@ -208,4 +228,10 @@ class EngineThread:
 
     def _dead(self) -> ApiError:
         reason = self.failure or "it is stopping"
-        return ApiError(500, f"the engine of this worker has ended ({reason}): restart the worker", code="engine_dead")
+        return ApiError(
+            503,
+            f"the engine of this worker has ended ({reason}): send the request to another worker, and start this one "
+            "again",
+            code="engine_dead",
+            retry_after_s=1,
+        )

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, SamplingParams
+from kvferry.engines.mini.api import Failure, FinishReason, GenerateRequest, Output, SamplingParams
 from kvferry.engines.mini.server.engine_thread import EngineThread
 from kvferry.engines.mini.server.prompts import Prompt
 from kvferry.errors import FerryError
@@ -36,6 +36,8 @@ class Job:
     """One per choice: `n` of them."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """Whether every event of the stream has the usage so far."""
     echo: bool = False
     num_top_logprobs: int | None = None
     return_token_ids: bool = False
@@ -84,7 +86,7 @@ class Generation:
             if isinstance(event, FerryError):
                 raise event
             if event.finish_reason is FinishReason.ERROR:
-                raise ApiError(500, event.error or "the request failed in the engine: try again", code="request_failed")
+                raise _failed(event)
             if event.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "the request was aborted by this worker: send it again", code="aborted")
             if event.token_ids or event.finish_reason is not None:
@@ -113,3 +115,11 @@ class Generation:
             first_token_sent=handoff is not None and self._job.first_token_sent,
         )
         self._engine.submit(request, lambda event: self._events.put_nowait((index, event)))
+
+
+def _failed(output: Output) -> ApiError:
+    """Returns the error for the client. The page of the HTTP interface says what a router does about each code."""
+    message = output.error or "the request failed in the engine: try again"
+    if output.failure in (Failure.ENGINE_CRASHED, Failure.ENGINE_DEAD):
+        return ApiError(503, message, code=output.failure.value, retry_after_s=1)
+    return ApiError(500, message, code=output.failure.value)

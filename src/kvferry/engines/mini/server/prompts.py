@@ -76,7 +76,8 @@ def completion_items(body: CompletionBody) -> list[str | list[int]]:
         if isinstance(item, int):
             raise ApiError(
                 400,
-                f"prompt[{index}]={item!r}: token ids and texts are mixed; send texts, or one list of ids per prompt",
+                f"prompt[{index}]={shown(item)}: token ids and texts are mixed; send texts, or one "
+                "list of ids per prompt",
                 param="prompt",
             )
         items.append(item)
@@ -91,15 +92,9 @@ def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
     if body.tools and body.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
-            f"tool_choice={body.tool_choice!r}: a call cannot be enforced here; send 'auto', or leave it out",
+            f"tool_choice={shown(body.tool_choice)}: a call cannot be enforced here; send 'auto', or leave it out",
             param="tool_choice",
-        )
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400,
-            f"response_format.type={body.response_format.type!r}: answers cannot be constrained here; send 'text', "
-            "or leave it out",
-            param="response_format",
+            code="unsupported",
         )
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     if tools and not tokenizer.takes_tools:
@@ -116,18 +111,18 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
     where = f"messages[{index}]"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ApiError(400, f"{where}.role={role!r}: send 'system', 'user', 'assistant' or 'tool'", param=where)
+        raise ApiError(400, f"{where}.role={shown(role)}: send 'system', 'user', 'assistant' or 'tool'", param=where)
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}.content={content!r}: send a string, or a list of text parts", param=where)
+        raise ApiError(400, f"{where}.content={shown(content)}: send a string, or a list of text parts", param=where)
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ApiError(
-                400, f"{where}.content has a part of type {kind!r}: this model reads only text parts", param=where
+                400, f"{where}.content has a part of type {shown(kind)}: this model reads only text parts", param=where
             )
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}

@@ -99,7 +99,7 @@ class Reply:
         delta = self._chunk_choice(index, output, first) | {"logprobs": self._logprobs(written)}
         body = {**self._head(self.object_chunk), "choices": [delta]}
         if self._job.include_usage:
-            body["usage"] = None
+            body["usage"] = self.usage() if self._job.continuous_usage else None
         elif all(choice.finish_reason for choice in self.choices):
             body |= self._tail()
         return _event(body)

@@ -23,11 +23,10 @@ from kvferry.engines.mini.server.prompts import (
     prompt_of_text,
 )
 from kvferry.engines.mini.server.refused_handoffs import remember_handoff
-from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
+from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody, read_body
 from kvferry.errors import RequestTooLong
 from kvferry.web.api_errors import ApiError
 from kvferry.web.body_fields import BODIES_HELD, BodyRoom, Counts, Fields, read_fields
-from kvferry.web.json_body import decode_body
 from kvferry.web.off_loop import OffLoop
 
 __all__ = ["INLINE_BYTES", "MAX_FIELD_BYTES", "RequestReader"]
@@ -93,7 +92,7 @@ class RequestReader:
             try:
                 remember_handoff(request, fields)
                 self._check_sizes(fields)
-                body = await self._do(size, partial(decode_body, fields.raw, ChatBody))
+                body = await self._do(size, partial(read_body, fields.raw, ChatBody))
             finally:
                 fields.release()
             if len(body.messages) > self._max_model_len:
@@ -170,5 +169,5 @@ class RequestReader:
 
 
 def _completion_of(fields: Fields) -> tuple[CompletionBody, list[str | list[int]]]:
-    body = decode_body(fields.raw, CompletionBody)
+    body = read_body(fields.raw, CompletionBody)
     return body, completion_items(body)

@@ -20,8 +20,8 @@ import torch
 from kvferry.engines.mini.compute.sampling import (
     SampledToken,
     SamplingRow,
-    apply_penalties,
     logprobs_of,
+    penalized,
     probabilities,
     sample,
     sample_tokens,
@@ -48,8 +48,8 @@ def verify(
     """Returns the new tokens of each request: its accepted drafts and the token that follows them.
 
     `logits`: [sum of 1 + drafts, vocab_size], float32: for each request, those of its last known token and of each
-    draft; overwritten. `draft_probs`: for each request [drafts, vocab_size], the distributions from which its drafts
-    were sampled; None if they are the drafter's likeliest tokens. Empty means None for every request.
+    draft; they stay as they are. `draft_probs`: for each request [drafts, vocab_size], the distributions from which its
+    drafts were sampled; None if they are the drafter's likeliest tokens. Empty means None for every request.
     """
     probs_of = draft_probs or (None,) * len(rows)
     ends = list(accumulate(1 + len(proposed) for proposed in drafts))
@@ -91,10 +91,7 @@ def _reject(logits: torch.Tensor, asked: Sequence[_Asked]) -> Iterator[list[Samp
     flat = [row for one in asked for row in one.rows]
     with_logprobs = any(row.sampling.logprobs is not None for row in flat)
     unmodified = torch.log_softmax(logits, dim=-1) if with_logprobs else None
-    for i, row in enumerate(flat):
-        if row.changes_logits:
-            apply_penalties(logits[i], row)
-    target = probabilities(logits, [row.sampling for row in flat])
+    target = probabilities(penalized(logits, flat), [row.sampling for row in flat])
     target /= target.sum(dim=-1, keepdim=True)
     begins = [0, *accumulate(len(one.rows) for one in asked)]
     drafted = [begin + i for begin, one in zip(begins, asked, strict=False) for i in range(len(one.drafts))]
