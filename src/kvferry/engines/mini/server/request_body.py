@@ -32,8 +32,6 @@ _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1000
 _MAX_IDS = 1024
-_MAX_PROMPTS = 1 << 22
-_MAX_MESSAGES = 1 << 16
 _MAX_NAME_CHARS = 4096
 _LATER = "leave it out"
 
@@ -237,10 +235,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_field
 
     prompt: Annotated[
         str | list[str | int | list[int]],
-        done(
-            "a string, token ids of the vocabulary, or a list of up to 256 strings or lists of ids",
-            max_items=_MAX_PROMPTS,
-        ),
+        done("a string, token ids of the vocabulary, or a list of up to 256 strings or lists of ids"),
     ]
     echo: Annotated[
         bool | None, done("the text begins with the prompt; not together with `logprobs`", default="false")
@@ -259,7 +254,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     messages: Annotated[
         list[dict[str, Any]],
-        done("the conversation: text only; content may be a list of text parts", max_items=_MAX_MESSAGES),
+        done("the conversation: text only; content may be a list of text parts"),
     ]
     logprobs: Annotated[bool | None, done("log probabilities of the tokens", default="false")] = None
     top_logprobs: Annotated[
