@@ -66,7 +66,9 @@ BODIES: dict[str, tuple[str, bytes, int, str | None]] = {
     "a chat of a million": ("chat/completions", messages(500_000), 400, "body_too_complex"),
     "a chat that just does not fit": ("chat/completions", messages(900), 400, LONG),
     "a huge logit_bias": ("completions", json.dumps({"prompt": "a", "logit_bias": BIAS}).encode(), 400, "out_of_range"),
-    "many stop strings": ("completions", json.dumps({"prompt": "a", "stop": ["x"] * 100_000}).encode(), 400, "out_of_range"),
+    "many stop strings": (
+        "completions", json.dumps({"prompt": "a", "stop": ["x"] * 100_000}).encode(), 400, "out_of_range",
+    ),
     "deep JSON": ("completions", b'{"prompt":"a","x":' + b"[" * 5_000_000, 400, "invalid_json"),
     "a long field": ("completions", b'{"prompt":"a","suffix":"' + b"x" * (8 << 20) + b'"}', 400, None),
     "words that fit": ("completions", words(2200), 200, None),
