@@ -201,7 +201,7 @@ class Maker:
         values: dict[str, list[Any]] = {
             "transfer_id": ["t", "", "\x00", "x" * 5000, str(dice.random())],
             "transfer_mode": ["pull", "push"],
-            "remote_engine_id": ["prefill-0", "nobody", "", "\x00", "e" * 5000],
+            "remote_engine_id": ["prefill-0", "no-peer", "", "\x00", "e" * 5000],
             "remote_incarnation": ["1", "", "i" * 5000],
             "remote_host": ["127.0.0.1", "", "\x00", "no such host", "256.1.1.1", "::1", "h" * 5000, "é"],
             "remote_port": [1, 0, -1, 65535, 65536, 2**31, 10**20],

@@ -257,7 +257,7 @@ def test_a_request_that_makes_a_rank_raise_ends_and_others_go_on(
     assert _answers(engine) == want
 
 
-def test_a_message_that_cannot_be_read_ends_the_ranks_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_a_message_that_cannot_be_read_ends_the_ranks_and_every_wait(tmp_path: Path) -> None:
     executor = ProcessExecutor(_settings(tmp_path), num_blocks=2)
     ours, theirs = socket.socketpair()
     executor._ranks.append(_RankHandle(0, 0, Channel(ours)))

@@ -20,6 +20,7 @@ __all__ = [
     "ChatBody",
     "CommonBody",
     "CompletionBody",
+    "RefusedFields",
     "ResponseFormat",
     "StreamOptions",
     "limit_of",
