@@ -310,8 +310,6 @@ class Engine:
         for chunk in open_ones:
             # One token more than the step has computed: then it has also drafted, and verified its drafts, alone.
             self.scheduler.suspect(chunk.request, chunk.stop + 1)
-        for chunk in chunks:
-            chunk.request.in_flight = False
 
     def _break(self, broken: Sequence[Broken], outputs: list[Output]) -> None:
         """Ends requests that raise whenever they are computed. Raises if the engine itself is broken."""
@@ -324,7 +322,8 @@ class Engine:
             request.in_flight = False
 
     def _fail(self, request: Request, error: str, failure: Failure) -> Output:
-        return self._end(request, Finish(FinishReason.ERROR), aborted=True, error=error, failure=failure)
+        output = self._end(request, Finish(FinishReason.ERROR), aborted=True)
+        return replace(output, error=error, failure=failure)
 
     def _try_append(self, request: Request, chosen: Sequence[SampledToken], outputs: list[Output]) -> None:
         try:
@@ -403,15 +402,7 @@ class Engine:
             stages=replace(request.stages, ended_s=self._clock.now_s()) if finish else None,
         )
 
-    def _end(
-        self,
-        request: Request,
-        finish: Finish,
-        *,
-        aborted: bool = False,
-        error: str | None = None,
-        failure: Failure = Failure.REQUEST_FAILED,
-    ) -> Output:
+    def _end(self, request: Request, finish: Finish, *, aborted: bool = False) -> Output:
         """Ends a request. Called once per request."""
         output = self._output(request, finish)
         self.scheduler.remove(request)
@@ -434,7 +425,7 @@ class Engine:
             )
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
-        return replace(output, error=error, failure=failure, handoff=params)
+        return replace(output, handoff=params)
 
     # Hand-offs
 
