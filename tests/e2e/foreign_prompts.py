@@ -42,7 +42,7 @@ def run(
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
     seed: int = 0,
-    at_once: int = 2,
+    at_once: int = 8,
 ) -> Tally:
     """Starts three workers, asks all pairs, and returns what became of them."""
     model = make_model(directory / "model")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tests.harness.client import Answer, complete
@@ -155,6 +156,7 @@ def swap_all(servers: Servers, pairs: Sequence[tuple[Prompt, Prompt]], *, at_onc
     """Asks all pairs, `at_once` at a time, and returns what became of them."""
     tally = Tally()
 
+    @cache  # each prompt is judged twice
     def alone(prompt: Prompt) -> list[int]:
         more = {"model": servers.model, **servers.alone_fields}
         return complete(
