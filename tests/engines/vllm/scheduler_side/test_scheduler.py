@@ -497,6 +497,7 @@ def test_offers_and_fetches_know_the_prompt_to_its_last_token_and_its_salt() -> 
     asked = Request("r", from_prefill(), cache_salt="other")
     decode.half.on_new_request(asked)
     tokens, _ = decode.half.get_num_new_matched_tokens(asked, 0)
+    assert tokens == 39
     decode.half.update_state_after_alloc(asked, decode.manager.allocate("r", 3), tokens)
     (fetch,) = decode.orders()[0].fetch
     assert whole.agreement(fetch.prompt) == Agreement(0, whole=False)
