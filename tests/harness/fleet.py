@@ -19,6 +19,8 @@ from typing import Any
 from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from tests.harness.client import get, metrics
 from tests.harness.leaks import OWNED
+from tests.harness.loop_monitor import Held, check_held
+from tests.harness.monitored import LOOP_FILE
 from tests.harness.until import until
 
 __all__ = ["Fleet", "Process"]
@@ -32,11 +34,13 @@ FREE_S = 15.0
 class Process:
     """One `kvferry` process. `restart` starts it again at the same address."""
 
-    def __init__(self, name: str, argv: Sequence[str], directory: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], directory: Path, *, monitored: bool = False) -> None:
+        """`monitored`: see `check_loop`."""
         self.name = name
         self.argv = list(argv)
         self.log = directory / f"{name}.log"
         self._ready_file = directory / f"{name}.json"
+        self._loop_file = directory / f"{name}.loop.json" if monitored else None
         self._process: subprocess.Popen[bytes] | None = None
         self.ready: dict[str, Any] = {}
         self.pids: list[int] = []
@@ -54,9 +58,12 @@ class Process:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        module = "kvferry"
+        if self._loop_file is not None:
+            module, environment[LOOP_FILE] = "tests.harness.monitored", str(self._loop_file)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvferry", *self.argv, "--ready-file", str(self._ready_file)],
+                [sys.executable, "-m", module, *self.argv, "--ready-file", str(self._ready_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -141,6 +148,12 @@ class Process:
         """Returns whether its log contains this text."""
         return text in self.log.read_text("utf-8", "replace")
 
+    def check_loop(self) -> None:
+        """Fails if a callback held the event loop of a monitored process, which has ended, for too long."""
+        if self._loop_file is not None and self._loop_file.exists():
+            held = [Held(seconds, what) for seconds, what in json.loads(self._loop_file.read_bytes())]
+            check_held(held, f"of {self.name}")
+
     # ---- what it holds
 
     def describe(self) -> dict[str, Any]:
@@ -202,8 +215,9 @@ def _session(leader: int) -> Iterator[int]:
 class Fleet:
     """Workers and perhaps a router. Leaving the context ends all of them, and checks that nothing is left."""
 
-    def __init__(self, directory: Path, *flags: str, model: str, mode: str = "pull") -> None:
-        """Adds `flags` to the command line of every worker."""
+    def __init__(self, directory: Path, *flags: str, model: str, mode: str = "pull", monitored: bool = False) -> None:
+        """Adds `flags` to the command line of every worker. `monitored`: no event loop may be held for too long."""
+        self._monitored = monitored
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.mode = mode
@@ -216,7 +230,7 @@ class Fleet:
         """Starts a worker; see `wait_ready`."""
         argv = ["serve", model or self._model, "--role", role, "--engine-id", name, "--port", "0",
                 "--served-model-name", "model", "--transfer-mode", self.mode, *self._flags, *flags]  # fmt: skip
-        process = self.workers[name] = Process(name, argv, self.directory)
+        process = self.workers[name] = Process(name, argv, self.directory, monitored=self._monitored)
         process.start()
         return process
 
@@ -228,7 +242,7 @@ class Fleet:
         for role, processes in (("prefill", prefill), ("decode", decode)):
             for process in processes:
                 argv += [f"--{role}", process.url]
-        router = self.routers[name] = Process(name, argv, self.directory)
+        router = self.routers[name] = Process(name, argv, self.directory, monitored=self._monitored)
         router.start()
         return router.wait_ready()
 
@@ -273,6 +287,8 @@ class Fleet:
         if kind is None:
             left = [one for process in self.processes for one in process.leftovers()]
             assert not left, f"left behind: {left}"
+            for process in self.processes:
+                process.check_loop()
 
     def _end(self) -> None:
         for process in reversed(self.processes):

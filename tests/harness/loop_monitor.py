@@ -10,12 +10,12 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Held", "LoopMonitor", "limit_s", "longest_stall_s"]
+__all__ = ["Held", "LoopMonitor", "check_held", "limit_s", "longest_stall_s"]
 
 _HELD_S = 0.020
 _HELD_ON_A_BUSY_MACHINE_S = 0.050
@@ -37,6 +37,13 @@ class Held:
 
     def __str__(self) -> str:
         return f"{self.seconds * 1e3:.1f} ms: {self.what}"
+
+
+def check_held(longest: Sequence[Held], whose: str = "", *, within_s: float | None = None) -> None:
+    """Fails if one of these held a loop for longer than `within_s`, by default for `limit_s()`."""
+    within_s = limit_s() if within_s is None else within_s
+    late = "; ".join(str(held) for held in longest if held.seconds > within_s)
+    assert not late, f"the event loop {whose} was held for over {within_s * 1e3:g} ms: {late}"
 
 
 class LoopMonitor:
@@ -76,9 +83,7 @@ class LoopMonitor:
 
     def check(self, within_s: float | None = None) -> None:
         """Fails if a callback held a loop for longer than `within_s`, by default for `limit_s()`."""
-        within_s = limit_s() if within_s is None else within_s
-        late = [held for held in self.longest if held.seconds > within_s]
-        assert not late, f"the event loop was held for over {within_s * 1e3:g} ms: " + "; ".join(map(str, late))
+        check_held(self.longest, within_s=within_s)
 
     def __enter__(self) -> "LoopMonitor":
         return self.install()

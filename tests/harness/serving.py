@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.engines.mini.api import GenerateRequest, Output
+from kvferry.engines.mini.api import GenerateRequest, Output, TokenLogprobs
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.worker import Worker, WorkerSettings, build_worker
@@ -30,12 +30,15 @@ class Served:
     tokens: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     """When each token came, in the time of time.perf_counter."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, if they were asked for."""
     last: Output | None = None
     """The last output, with the account of the prompt."""
 
     def take(self, output: Output) -> None:
         """Adds one more output."""
         self.tokens += output.token_ids
+        self.logprobs += output.logprobs
         self.times_s += [time.perf_counter()] * len(output.token_ids)
         self.last = (
             output if output.account is not None or self.last is None else replace(output, account=self.last.account)

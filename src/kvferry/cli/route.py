@@ -7,7 +7,7 @@ from kvferry.cli.main import ExitCode
 from kvferry.cli.support.parent_death import die_with_supervisor
 from kvferry.cli.support.router_flags import add_router_flags, router_files, router_settings
 from kvferry.router.app import Router
-from kvferry.web.event_loop import run_event_loop
+from kvferry.web.event_loop import freeze_garbage, run_event_loop
 from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal
 
 __all__ = ["add_arguments", "run"]
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         logger.info(
             "routing url=%s prefill=%d decode=%d", listener.url, len(router.fleet.prefill), len(router.fleet.decode)
         )
+        freeze_garbage()
         announce(args.ready_file, url=listener.url)
         await serve_until_signal(listener, router.draining)
 

@@ -15,7 +15,7 @@ from kvferry.router.fleet.workers import check_url
 from kvferry.router.keys import read_keys
 from kvferry.settings import FerrySettings, Role
 from kvferry.web.etcd import check_etcd
-from kvferry.web.event_loop import run_event_loop
+from kvferry.web.event_loop import freeze_garbage, run_event_loop
 from kvferry.web.listen import Listener, announce, check_ready_file, serve_until_signal
 
 __all__ = ["add_arguments", "run"]
@@ -151,6 +151,7 @@ def _serve_with(
                 registrars.append(EtcdRegistrar(args.etcd, reached_at, args.role, worker.identity.engine))
             for registrar in registrars:
                 await registrar.start()
+            freeze_garbage()
             announce(args.ready_file, url=listener.url, engine=worker.identity.engine, role=args.role)
             try:
                 await serve_until_signal(listener, server.draining)

@@ -246,7 +246,7 @@ class Router:
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         now_s = time.monotonic()
-        text = self._metrics.text(
+        text = await self._metrics.text(
             self.fleet,
             now_s=now_s,
             num_waiting=self.context.admission.num_waiting,

@@ -13,6 +13,7 @@ __all__ = ["UsageWriter", "asked_for"]
 
 HEADER = "X-KVFerry-Usage"
 _MARK = b'"usage"'
+_NULL = msgspec.Raw(b"null")
 _NUMBERS = ("handed_over", "cached", "computed", "recomputed")
 _WORDS = ("route", "prefill", "decode", "mode", "why")
 
@@ -54,19 +55,20 @@ class UsageWriter:
 
     def _write(self, raw: bytes) -> bytes:
         try:
-            body = msgspec.json.decode(raw)
-        except msgspec.MsgspecError:
+            body = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])  # the choices may be long
+            usage = msgspec.json.decode(body.get("usage", _NULL))
+            own = msgspec.json.decode(body.get("kvferry", _NULL))
+        except (msgspec.MsgspecError, RecursionError):
             return raw
-        if not isinstance(body, dict) or not isinstance(body.get("usage"), dict):
+        if not isinstance(usage, dict):
             return raw
-        body["usage"]["kvferry"] = self._served(body)
+        body["usage"] = msgspec.Raw(msgspec.json.encode(usage | {"kvferry": self._served(own)}))
         return msgspec.json.encode(body)
 
-    def _served(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _served(self, own: object) -> dict[str, Any]:
         """Returns the worker's own account if it gave one, else what the headers say."""
         words = {name: self._headers.get("x-kvferry-" + name) for name in _WORDS}
         served: dict[str, Any] = {name: value for name, value in words.items() if value}
-        own = body.get("kvferry")
         for name in _NUMBERS:
             value = own.get(name) if isinstance(own, dict) else self._headers.get("x-kvferry-" + name.replace("_", "-"))
             if value is not None and str(value).isdigit():

@@ -1,6 +1,7 @@
 """Prometheus metrics of the router. Names and meanings are listed in docs/reference/metrics.md."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -56,6 +57,7 @@ class RouterMetrics:
         self._waiting = gauge("waiting", "Requests that wait for room on decode")
         self._alarm = gauge("decode_only_alarm", "1 if too many requests are served decode-only, not by choice")
         self._threshold = gauge("local_below_tokens", "Prompts with fewer uncached tokens are computed by decode")
+        self._writing = asyncio.Lock()
         self._children: dict[tuple[Counter, *tuple[str, ...]], Counter] = {}
 
     def on_end(self, endpoint: str, status: int) -> None:
@@ -113,21 +115,33 @@ class RouterMetrics:
             del self._children[key]
             key[0].remove(*key[1:])
 
-    def text(self, fleet: Fleet, *, now_s: float, num_waiting: int, alarm: bool, local_below: int) -> bytes:
-        """Returns all metrics in Prometheus's text format. `now_s` is monotonic."""
+    async def text(self, fleet: Fleet, *, now_s: float, num_waiting: int, alarm: bool, local_below: int) -> bytes:
+        """Returns all metrics in Prometheus's text format. `now_s` is monotonic.
+
+        A large fleet has thousands of pairs, so the text is written on another thread. One is written at a time.
+        """
+        async with self._writing:
+            values: list[tuple[Gauge, tuple[str, ...], float]] = []
+            for worker in fleet.workers:
+                labels = (worker.url, worker.assigned_role)
+                values.append((self._up, labels, worker.unusable_reason is None))
+                values.append((self._open, labels, worker.num_open))
+                values.append((self._breaker, labels, not worker.breaker.permits(now_s)))
+                if worker.free_blocks is not None:
+                    values.append((self._room, labels, worker.free_blocks))
+            for prefill in fleet.prefill:
+                for decode in fleet.decode:
+                    open_now = not fleet.pairs.of(prefill, decode).breaker.permits(now_s)
+                    values.append((self._pair_open, (prefill.name, decode.name), open_now))
+            return await asyncio.to_thread(self._text, values, num_waiting, alarm, local_below)
+
+    def _text(
+        self, values: Sequence[tuple[Gauge, tuple[str, ...], float]], num_waiting: int, alarm: bool, local_below: int
+    ) -> bytes:
         for gauge in (self._up, self._open, self._room, self._breaker, self._pair_open):
             gauge.clear()  # drops the labels of workers that have gone
-        for worker in fleet.workers:
-            labels = (worker.url, worker.assigned_role)
-            self._up.labels(*labels).set(worker.unusable_reason is None)
-            self._open.labels(*labels).set(worker.num_open)
-            self._breaker.labels(*labels).set(not worker.breaker.permits(now_s))
-            if worker.free_blocks is not None:
-                self._room.labels(*labels).set(worker.free_blocks)
-        for prefill in fleet.prefill:
-            for decode in fleet.decode:
-                open_now = not fleet.pairs.of(prefill, decode).breaker.permits(now_s)
-                self._pair_open.labels(prefill.name, decode.name).set(open_now)
+        for gauge, labels, value in values:
+            gauge.labels(*labels).set(value)
         self._waiting.set(num_waiting)
         self._alarm.set(alarm)
         self._threshold.set(local_below)

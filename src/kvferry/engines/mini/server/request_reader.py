@@ -59,13 +59,14 @@ class RequestReader:
         per_token = tokenizer.max_chars_per_token
         self._max_chars = None if per_token is None else per_token * max_model_len
         self._room = BodyRoom(BODIES_HELD * max_body_bytes)
-        self._threads = OffLoop("kvferry-read", max_waiting=max_waiting)
+        self.threads = OffLoop("kvferry-read", max_waiting=max_waiting)
+        """Where long work of this server runs."""
         self.num_reading = 0
         """The number of requests that are being read."""
 
     async def stop(self) -> None:
         """Ends the threads. Requests that are being read get 503."""
-        await self._threads.stop()
+        await self.threads.stop()
 
     async def completion(self, request: web.Request) -> tuple[CompletionBody, tuple[Prompt, ...]]:
         """Returns the body and the prompts of a completion. Raises ApiError or another FerryError."""
@@ -104,7 +105,7 @@ class RequestReader:
             self.num_reading -= 1
 
     async def _do(self, size: int, function: Callable[[], Result]) -> Result:
-        return function() if size <= INLINE_BYTES else await self._threads.run(function)
+        return function() if size <= INLINE_BYTES else await self.threads.run(function)
 
     def _prompt(self, item: str | list[int], echo: bool) -> Prompt:
         if isinstance(item, str):
