@@ -131,7 +131,8 @@ ROOMS: Mapping[str, set[str]] = {
     "router.observe": ROUTER | {"router.fleet"},
     "router.context": ROUTER_UPSTREAM | {"router.observe"},
     "router.answer": ROUTER_UPSTREAM | {"router.client_body"},
-    "router.dispatch": ROUTER_DISPATCH,
+    "router.accounting": ROUTER_DISPATCH,
+    "router.dispatch": ROUTER_DISPATCH | {"router.accounting"},
     "router.draining": ROUTER_DISPATCH | {"router.dispatch"},
     "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch", "router.draining"},
     "testing": BELOW_HANDOFF

@@ -134,7 +134,7 @@ def _serve_with(
         model_name = args.served_model_name or Path(args.model).name.removesuffix(".gguf")
         serving = ServerSettings(
             model_name=model_name,
-            max_model_len=worker.engine.max_model_len,
+            max_model_len=worker.engine.longest_request,
             vocab_size=worker.engine.model.config.vocab_size,
             max_body_bytes=args.max_body_bytes,
             max_open_requests=args.max_open_requests,

@@ -205,7 +205,7 @@ class Router:
         number = self.observers.new_dispatch() if self.observers else 0
         try:
             fields = await read_fields(request, self._room)
-            body = ClientBody(fields)
+            body = ClientBody(fields, chat="chat" in request.path)
             if self.observers:
                 self.observers.emit(
                     number, "arrived", request_id=request_id_of(request), path=request.path, stream=int(body.stream),

@@ -9,8 +9,9 @@ import msgspec
 from kvferry.web.api_errors import ApiError
 from kvferry.web.body_fields import SMALL_BYTES, Fields, Parts, join_fields
 from kvferry.web.json_body import decode_body
+from kvferry.web.records import DecodeChecks
 
-__all__ = ["ClientBody", "PrefillAnswer", "check_choices"]
+__all__ = ["ClientBody", "PrefillAnswer"]
 
 _encode = msgspec.json.encode
 _NOTHING = memoryview(b"")
@@ -70,6 +71,11 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     """The hashes of the prompt's whole blocks, in base64; see `fleet.prefixes`."""
 
     @property
+    def stopped(self) -> bool:
+        """True if the first token ended the first choice."""
+        return bool(self.choices) and self.choices[0].finish_reason not in (None, "length")
+
+    @property
     def params(self) -> msgspec.Raw | None:
         """The hand-off's parameters as the bytes that prefill sent, or None if there are none."""
         raw = self.kv_transfer_params
@@ -79,8 +85,10 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 class ClientBody:
     """A request of a client. A long body is never decoded here: the worker checks what is inside its fields."""
 
-    def __init__(self, fields: Fields) -> None:
-        """Raises ApiError 400 if a field that the router reads has a wrong type."""
+    def __init__(self, fields: Fields, *, chat: bool = False) -> None:
+        """`chat`: it came to /v1/chat/completions. Raises ApiError 400 if a field that the router reads has a wrong
+        type."""
+        self._chat = chat
         self._fields = fields
         fields.values.pop("kv_transfer_params", None)  # only the router sets it
         values = fields.values
@@ -122,6 +130,30 @@ class ClientBody:
         """Forgets the fields: no worker will be asked any more. Idempotent."""
         self._fields.release()
 
+    def check(self) -> None:
+        """Raises ApiError 400 for values that every worker refuses: it would otherwise happen only after prefill has
+        done its work."""
+        if self.num_choices < 1:
+            raise ApiError(400, f"n={self.num_choices!r}: send 1 or more", param="n")
+        name = "max_tokens" if self.max_tokens == self._read.max_tokens else "max_completion_tokens"
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise ApiError(400, f"{name}={self.max_tokens!r}: send 1 or more", param=name)
+        least = self._read.min_tokens or 0
+        if self.max_tokens and least > self.max_tokens:
+            raise ApiError(
+                400, f"min_tokens={least!r} is above {name}={self.max_tokens!r}: lower it", param="min_tokens"
+            )
+
+    def num_needed(self, num_prompt_tokens: int) -> int:
+        """Returns the number of tokens for which a worker must have room, prompt and answer together."""
+        return num_prompt_tokens + max(1, self.max_tokens or 1)
+
+    def decode_checks(self, longest_request: int) -> str:
+        """Returns the header by which prefill checks what decode will check."""
+        read = self._read
+        checks = DecodeChecks(read.n, self.max_tokens, read.min_tokens, longest_request)
+        return _encode(checks).decode()
+
     @property
     def stream(self) -> bool:
         """True if the client asks for a stream."""
@@ -145,7 +177,7 @@ class ClientBody:
     @property
     def max_tokens(self) -> int | None:
         """The limit on the answer's tokens; None if the worker's own limit applies."""
-        limit = self._read.max_completion_tokens
+        limit = self._read.max_completion_tokens if self._chat else None
         return self._read.max_tokens if limit is None else limit
 
     @property
@@ -191,7 +223,7 @@ class ClientBody:
         fields |= {"stream": b"false", "max_tokens": b"1"}
         if "n" in fields:
             fields["n"] = b"1"
-        if "max_completion_tokens" in fields:
+        if self._chat and "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = b"1"
         if self._read.min_tokens:
             fields["min_tokens"] = b"1"
@@ -201,9 +233,3 @@ class ClientBody:
     def for_decode(self, params: msgspec.Raw | dict[str, object]) -> Parts:
         """Returns the body for decode, with the hand-off's parameters: in pull mode, prefill's own bytes."""
         return join_fields(self._fields.values | {"kv_transfer_params": _encode(params)})
-
-
-def check_choices(body: ClientBody) -> None:
-    """Raises ApiError if `n` is not positive: it would otherwise fail only after prefill has done its work."""
-    if body.num_choices < 1:
-        raise ApiError(400, f"n={body.num_choices!r}: send 1 or more", param="n")

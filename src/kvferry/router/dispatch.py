@@ -18,8 +18,6 @@ dispatch replaces it, then prefill is informed that it will not be taken (`upstr
 """
 
 import asyncio
-import base64
-import binascii
 import logging
 import secrets
 import time
@@ -30,16 +28,16 @@ import msgspec
 from aiohttp import web
 
 from kvferry.errors import MalformedMessage
-from kvferry.router.answer.account import HandoffOutcome, handed_over_tokens, outcome_of
+from kvferry.router.accounting import note_answer, note_prefill
+from kvferry.router.answer.account import HandoffOutcome, outcome_of
 from kvferry.router.answer.first_event import early_event
 from kvferry.router.answer.relay import from_prefill, relay
 from kvferry.router.answer.reply import Reply
-from kvferry.router.client_body import ClientBody, PrefillAnswer, check_choices
+from kvferry.router.client_body import ClientBody, PrefillAnswer
 from kvferry.router.context import RouterContext
 from kvferry.router.fleet.failures import FailedAttempts, WorkerFailed
 from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.pair_records import Pair
-from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.worker import BlockReservation, Worker
 from kvferry.router.handoff_params import (
     PrefillOutcome,
@@ -51,9 +49,11 @@ from kvferry.router.handoff_params import (
 )
 from kvferry.router.observe.observer import Field
 from kvferry.router.settings import FirstToken
+from kvferry.router.upstream.worker_client import check_too_long
+from kvferry.settings import Role
 from kvferry.web.api_errors import ApiError, request_id_of
 from kvferry.web.body_fields import Parts
-from kvferry.web.records import header_value
+from kvferry.web.records import DECODE_CHECKS, header_value
 
 __all__ = ["Dispatch"]
 
@@ -96,7 +96,7 @@ class Dispatch:
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer to the client. Raises ApiError if no worker can give one."""
-        check_choices(self._body)
+        self._body.check()
         self._task = asyncio.current_task()
         try:
             if self._body.max_tokens == 1 and self._body.indivisible_reason is None:
@@ -129,7 +129,7 @@ class Dispatch:
     async def _decode_somewhere(self) -> web.StreamResponse:
         outcome: PrefillOutcome | None = None
         while True:
-            decode = await self._context.admission.admit(self._failed, self._prompt, self._body.model)
+            decode = await self._context.admission.admit(self._failed, self._prompt, self._body)
             prefill = None if outcome is None else outcome.prefill
             if prefill is not None and self._fleet.mismatch_reason(prefill, decode):
                 outcome = None
@@ -144,6 +144,9 @@ class Dispatch:
                         if can_push(prefill, decode):
                             return await self._push(prefill, decode)
                         outcome = await self._prefill(prefill, decode)
+                        if self._too_long_for(decode):  # now the prompt's length is known, and nothing was sent there
+                            self._failed.decode[decode] = time.monotonic()
+                            continue
                     if outcome is None:
                         outcome = self._decode_only(decode)
                     return await self._decode(decode, outcome)
@@ -171,7 +174,7 @@ class Dispatch:
             reason = f"n={body.num_choices}: a hand-off to a vLLM server without kvferry's connector carries one choice"
         if reason is None and (below := self._context.cost.local_below_tokens):
             uncached = self._prompt.num_tokens - self._prompt.num_cached(decode)
-            if uncached < below:
+            if uncached < below and not self._context.cost.probe():
                 reason = f"about {uncached} of its tokens are not in decode's cache, and a hand-off pays from {below}"
         return None if reason is None else PrefillOutcome(reason=reason, local_prefill=True)
 
@@ -208,6 +211,8 @@ class Dispatch:
                 headers_within_s=self._context.settings.first_byte_timeout_s,
             ) as answer:  # fmt: skip
                 self._emit(f"{stage}.began", worker=worker.name, status=answer.status)
+                if answer.status == 400 and self._longer_elsewhere(worker):
+                    await check_too_long(worker, answer)
 
                 def on_begin(headers: Mapping[str, str]) -> None:
                     nonlocal pair
@@ -227,47 +232,25 @@ class Dispatch:
         self, worker: Worker, prefill: Worker | None, headers: Mapping[str, str], route: str, status: int
     ) -> None:
         """Notes that a worker's answer begins; `headers` are those for the client."""
-        now_s = time.monotonic()
         if self._reservation is not None:
-            self._reservation.began_s = now_s
-        outcome = outcome_of(headers)
+            self._reservation.began_s = time.monotonic()
         if status < 400:
             self._note_served(worker)
-            if outcome is not HandoffOutcome.FAILED:
+            if outcome_of(headers) is not HandoffOutcome.FAILED:
                 self._offer = None
         self.served |= {
             name.removeprefix("x-kvferry-").replace("-", "_"): value
             for name, value in headers.items()
             if "kvferry" in name
         }
-        self._metrics.on_route(route)
-        self._metrics.on_tokens(headers)
-        if route == "alone":
-            self._context.alarm.note(now_s, headers.get("x-kvferry-why", "no reason is known"))
-        if prefill is None or status >= 400:
-            return
-        pair = self._fleet.pairs.of(prefill, worker)
-        if outcome is HandoffOutcome.FAILED:
-            reason = headers.get("x-kvferry-why", "")
-            self._context.alarm.note(now_s, reason)
-            if pair.fail(now_s, reason):
-                logger.warning(
-                    "pair left alone prefill=%s decode=%s cause=%s", prefill.name, worker.name, pair.last_reason
-                )
-        elif outcome is HandoffOutcome.UNKNOWN:
-            pair.unknown += 1  # its own counters go to the alarm: see Fleet.on_handoffs
-        else:
-            pair.landed += 1
-            pair.handed_over_tokens += handed_over_tokens(headers)
-            pair.breaker.succeeded()
-            self._context.alarm.note(now_s, None)
-        if self._prefilled_s is not None:
-            self._context.cost.on_handoff(now_s - self._prefilled_s)
-            self._metrics.on_handoff(now_s - self._prefilled_s)
-        self._metrics.on_pair(prefill.name, worker.name, outcome=outcome, headers=headers)
+        note_answer(
+            self._context, prefill, worker, headers, route=route, status=status, streamed=self._reply.started,
+            prefilled_s=self._prefilled_s,
+        )  # fmt: skip
 
     def _on_first_byte(self, source: str) -> None:
-        self._metrics.on_first_byte(time.monotonic() - self._began_s)
+        if self._reply.started:  # the first byte of any other answer comes at its end
+            self._metrics.on_first_byte(time.monotonic() - self._began_s)
         self._emit("first_byte", source=source)
 
     # ---- prefill ----
@@ -280,19 +263,11 @@ class Dispatch:
     async def _prefill(self, prefill: Worker, decode: Worker) -> PrefillOutcome:
         """Has prefill compute the prompt. Raises _Answered if that settles the request, WorkerFailed if it failed."""
         raw, answer = await self._ask_prefill(prefill, new_transfer_id())
-        finish = answer.choices[0].finish_reason if answer.choices else None
-        stopped = finish not in (None, "length")
-        # For some models a vLLM server leaves the prompt's end to decode: its own token then comes from a shortened
-        # prompt, and is not the answer's.
+        if self._ends_with_first_token(answer, prefill):
+            raise _Answered(await self._prefills_answer(raw, prefill))
         is_vllm = prefill.info is not None and prefill.info.kind == "vllm"
-        if stopped and self._body.num_choices == 1 and not is_vllm:
-            self._metrics.on_route("prefill")
-            self._offer = None
-            self._note_served(prefill)
-            headers = self._served_by("prefill", prefill, None, "")
-            raise _Answered(await from_prefill(self._reply, self._body, raw, headers))
         if answer.params is None:
-            stop = "its first token ended the first choice" if stopped else "it returned no kv_transfer_params"
+            stop = "its first token ended the first choice" if answer.stopped else "it returned no kv_transfer_params"
             self._offer = None
             return PrefillOutcome(reason=f"prefill {prefill.name}: {stop}")
         outcome = PrefillOutcome(prefill, answer.params)
@@ -302,9 +277,23 @@ class Dispatch:
             raise WorkerFailed(prefill, f"returned {error}", Outcome.UNREADABLE) from error
         if is_vllm:
             prefill.learn(identity_in(params))
-        if params.first_token is not None and decode.can("first-token"):
+        if params.first_token is not None and decode.can("first-token") and not self._too_long_for(decode):
             await self._send_first_token(raw, prefill, decode, "pull")
         return outcome
+
+    def _ends_with_first_token(self, answer: PrefillAnswer, prefill: Worker) -> bool:
+        """True if prefill's first token is the whole answer."""
+        # For some models a vLLM server leaves the prompt's end to decode: its own token then comes from a shortened
+        # prompt, and is not the answer's.
+        is_vllm = prefill.info is not None and prefill.info.kind == "vllm"
+        return answer.stopped and self._body.num_choices == 1 and not is_vllm
+
+    async def _prefills_answer(self, raw: bytes, prefill: Worker) -> web.StreamResponse:
+        """Answers with what prefill has answered."""
+        self._metrics.on_route("prefill")
+        self._offer = None
+        self._note_served(prefill)
+        return await from_prefill(self._reply, self._body, raw, self._served_by("prefill", prefill, None, ""))
 
     async def _send_first_token(self, raw: bytes, prefill: Worker, decode: Worker, route: str) -> None:
         """Begins the client's stream with prefill's token, if that can be sent alone."""
@@ -322,6 +311,8 @@ class Dispatch:
         self._give_up("a new dispatch replaces it")
         self._offer = (prefill, transfer_id)
         headers = self._headers("prefill", request_id)
+        if prefill.can("decode-checks"):
+            headers[DECODE_CHECKS] = self._body.decode_checks(self._fleet.longest_request(self._body.model))
         if self._fleet.wants_pieces and prefill.can("prompt-blocks"):
             headers["x-kvferry-want"] = "prompt-blocks"
         self._emit("prefill.sent", worker=prefill.name, transfer_id=transfer_id)
@@ -331,6 +322,8 @@ class Dispatch:
             prefill, self._request.path, self._body.for_prefill(transfer_id), headers,
             headers_within_s=self._context.settings.prefill_timeout_s,
         ) as response:  # fmt: skip
+            if response.status == 400 and self._longer_elsewhere(prefill):
+                await check_too_long(prefill, response)
             if response.status >= 400:  # the client's error: it would be the same anywhere
                 self._offer = None
                 served = self._served_by("prefill", prefill, None, "")
@@ -343,26 +336,9 @@ class Dispatch:
         prefill.breaker.succeeded()
         self._prefilled_s = time.monotonic()
         self._emit("prefill.answered", worker=prefill.name, status=200)
-        self._learn(answer, self._prefilled_s - began_s, prefill)
+        after_s = self._prefilled_s - began_s
+        note_prefill(self._context, prefill, answer, self._body, self._prompt, after_s)
         return raw, answer
-
-    def _learn(self, answer: PrefillAnswer, after_s: float, prefill: Worker) -> None:
-        """Learns from prefill's answer: the prompt's length, its blocks, and how long prefill took."""
-        self._metrics.on_prefill(after_s)
-        num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
-        prefixes, body = self._context.prefixes, self._body
-        prefixes.learn_length(body.prompt_size, body.num_prompt_ids, num_tokens)
-        if answer.kvferry is not None:
-            self._context.cost.on_prefill(answer.kvferry.recomputed, after_s)
-        elif num_tokens:
-            self._context.cost.on_prefill(num_tokens, after_s)
-        if answer.prompt_blocks and prefill.info is not None:
-            try:
-                hashes = unpack_hashes(base64.b64decode(answer.prompt_blocks, validate=True))
-            except binascii.Error:
-                return  # this only costs a better choice of workers later
-            size = prefill.info.limits.block_tokens
-            prefixes.learn(self._prompt, hashes, num_tokens, size, body.prompt_size)
 
     async def _one_token(self) -> None:
         """Has a prefill worker answer a request for one token, as an ordinary request. Returns if no prefill worker
@@ -401,6 +377,8 @@ class Dispatch:
     async def _prefill_wrote(self, raw: bytes, answer: PrefillAnswer, prefill: Worker, decode: Worker) -> None:
         """Handles prefill's answer if decode has not begun. Raises WorkerFailed if decode was given the address of an
         earlier process of prefill."""
+        if self._ends_with_first_token(answer, prefill) and not self._begun:
+            raise _Answered(await self._prefills_answer(raw, prefill))
         if answer.params is None:
             return  # decode learns it from prefill itself, or computes the prompt
         params = read_params(answer.params)
@@ -416,6 +394,19 @@ class Dispatch:
                 await self._send_first_token(raw, prefill, decode, "push")
 
     # ---- common ----
+
+    def _too_long_for(self, worker: Worker) -> bool:
+        """True if the prompt and the answer are certainly too long for this worker."""
+        return self._prompt.exact and worker.longest_request < self._body.num_needed(self._prompt.num_tokens)
+
+    def _longer_elsewhere(self, worker: Worker) -> bool:
+        """True if a worker that takes longer requests may be tried, after this one has refused the request."""
+        failed, fleet = self._failed, self._fleet
+        others = [one for one in fleet.decode if one not in failed.decode]
+        if worker.assigned_role is Role.PREFILL:
+            others += [one for one in fleet.prefill if one not in failed.prefill]
+        others = fleet.serving(self._body.model, others, fleet.workers)
+        return any(one.unusable_reason is None and one.longest_request > worker.longest_request for one in others)
 
     def _give_up(self, reason: str) -> None:
         """Tells prefill that the hand-off that it may have offered will not be taken."""
@@ -471,7 +462,7 @@ class Dispatch:
             "worker failed request=%s peer=%s stage=%s outcome=%r cause=%s", request_id_of(self._request), worker.name,
             stage, str(failure.outcome), failure,
         )  # fmt: skip
-        if not failure.reached:
+        if failure.outcome is Outcome.UNREACHABLE:
             self._fleet.mark_down(worker, failure.reason)
         self._failed.check_retry()
 

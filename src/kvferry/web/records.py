@@ -6,7 +6,9 @@ from kvferry.settings import Role, TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 
 __all__ = [
+    "DECODE_CHECKS",
     "CacheMark",
+    "DecodeChecks",
     "Handoffs",
     "Limits",
     "Load",
@@ -158,6 +160,29 @@ class Limits(msgspec.Struct, frozen=True):
     max_model_len: int = 0
     block_tokens: int = 0
     blocks: int = 0
+    tokens: int = 0
+    """The most tokens of a prompt and its answer together, by the model's context and by the size of the cache."""
+
+    @property
+    def longest_request(self) -> int:
+        """`tokens`, or for a server that does not report it, what follows from the others."""
+        cache = self.blocks * self.block_tokens
+        return self.tokens or min(self.max_model_len or cache, cache or self.max_model_len)
+
+
+DECODE_CHECKS = "x-kvferry-decode-checks"
+"""The header with `DecodeChecks`, as JSON."""
+
+
+class DecodeChecks(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What decode will check of a request that prefill gets with `max_tokens` 1: the client's own values. None: the
+    client did not send it. Prefill refuses what decode would refuse, before it computes the prompt."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    longest_request: int = 0
+    """The most tokens of a prompt and its answer together that any decode worker takes. 0: not known."""
 
 
 class CacheMark(msgspec.Struct, frozen=True):
@@ -195,7 +220,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     abilities: tuple[str, ...] = ()
     """Abilities added since the first release: `first-token` (the answer to a hand-off begins with prefill's first
     token, alone in its event), `meet` (POST /v1/kvferry/meet), `prompt-blocks` (prefill returns the hashes of the
-    prompt's blocks on request)."""
+    prompt's blocks on request), `decode-checks` (prefill refuses what decode will refuse)."""
     facts: msgspec.Raw = msgspec.Raw(b"null")
     protocol: msgspec.Raw = msgspec.Raw(b"null")
 

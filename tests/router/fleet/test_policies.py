@@ -16,6 +16,7 @@ from kvferry.web.records import Limits, Load, Room, WorkerInfo
 @dataclass
 class Wants:
     num_tokens: int = 100
+    exact: bool = True
     cached: dict[str, int] = field(default_factory=dict)
 
     def num_cached(self, worker: Worker) -> int:

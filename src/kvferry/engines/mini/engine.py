@@ -186,6 +186,12 @@ class Engine:
         if self._connector is not None and handoff is not None and handoff.do_remote_prefill:
             self._connector.decline(handoff, reason)
 
+    @property
+    def longest_request(self) -> int:
+        """The most tokens of a prompt and its answer together: by the context, and by the cache, which never holds the
+        last one."""
+        return min(self.max_model_len, self.scheduler.groups.room_tokens() + 1)
+
     def abort(self, request_id: RequestId) -> None:
         """Ends a request at once; the next step returns its last output. Unknown and ended ids are ignored."""
         request = self._requests.get(request_id)

@@ -155,10 +155,11 @@ class Worker:
                 "max_model_len": self.engine.max_model_len,
                 "block_tokens": self.settings.engine.block_tokens,
                 "blocks": self.engine.blocks.num_usable,
+                "tokens": self.engine.longest_request,
             },
             "room": {"free_blocks": self.engine.blocks.num_free, "waiting": self.engine.stats().waiting},
             "cache": self._cache_mark(),
-            "abilities": ["first-token", "meet", "prompt-blocks"],
+            "abilities": ["first-token", "meet", "prompt-blocks", "decode-checks"],
             "ranks": self._describe_ranks(),
         }
 

@@ -10,19 +10,33 @@ restart of all of them fails no request whose answer has not begun.
 
 import math
 import time
+from typing import Protocol
 
 from kvferry.router.fleet.failures import FailedAttempts
 from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.policies import PromptEstimate
 from kvferry.router.fleet.worker import Worker
-from kvferry.router.fleet.workers import Fleet
+from kvferry.router.fleet.workers import Fleet, long_enough
 from kvferry.router.settings import RouterSettings
 from kvferry.web.api_errors import ApiError
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "Demand"]
 
 _STAYS_UP = frozenset({Outcome.REFUSED, Outcome.REQUEST_FAILED, Outcome.HANDOFF_FAILED, Outcome.SERVER_ERROR})
 """Outcomes that the worker itself reported, and after which it goes on."""
+
+
+class Demand(Protocol):
+    """What a request asks of a worker."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name, if the client sent one."""
+        ...
+
+    def num_needed(self, num_prompt_tokens: int) -> int:
+        """Returns the number of tokens of the prompt and the answer together."""
+        ...
 
 
 class Admission:
@@ -34,16 +48,23 @@ class Admission:
         self.num_waiting = 0
         """The number of requests that wait for room on decode, or for a decode worker to come back."""
 
-    async def admit(self, failed: FailedAttempts, prompt: PromptEstimate, model: str | None) -> Worker:
-        """Returns a decode worker that serves `model` and has room. Raises ApiError if there is none in time."""
-        fleet, settings = self._fleet, self._settings
+    async def admit(self, failed: FailedAttempts, prompt: PromptEstimate, request: Demand) -> Worker:
+        """Returns a decode worker that serves the model and has room. Raises ApiError if there is none in time."""
+        fleet, settings, model = self._fleet, self._settings, request.model
         until_s: float | None = None
         while True:
             _forgive(failed)
             candidates: list[Worker] = []
             if len(failed.of_decode) < settings.max_attempts:
                 candidates = fleet.serving(model, fleet.decode_candidates(failed.decode), fleet.decode)
-            roomy = [worker for worker in candidates if worker.has_room(prompt.num_tokens)]
+            num_needed = request.num_needed(prompt.num_tokens)
+            candidates = self._long_enough(candidates, num_needed, prompt, model)
+            # No room is free for what no worker can ever hold: waiting for it would help no one.
+            roomy = [
+                worker
+                for worker in candidates
+                if worker.longest_request < num_needed or worker.has_room(prompt.num_tokens)
+            ]
             if roomy:
                 return fleet.choose_decode(roomy, prompt)
             now_s = time.monotonic()
@@ -62,6 +83,26 @@ class Admission:
             if now_s >= until_s:
                 raise _no_room(candidates, f"after {settings.room_wait_s:g} s")
             await self._wait(until_s - now_s)
+
+    def _long_enough(
+        self, candidates: list[Worker], num_needed: int, prompt: PromptEstimate, model: str | None
+    ) -> list[Worker]:
+        """Returns those candidates that can hold the request. Raises ApiError 400 if no worker of the fleet can, tried
+        or not, down or not."""
+        able = long_enough(candidates, num_needed, exact=prompt.exact)
+        everyone = self._fleet.serving(model, list(self._fleet.decode), self._fleet.decode)
+        longest = max((worker.longest_request for worker in everyone), default=math.inf)
+        if able or longest >= num_needed:
+            return able
+        if not candidates:
+            return []
+        raise ApiError(
+            400,
+            f"the prompt has {prompt.num_tokens} tokens, max_tokens is {num_needed - prompt.num_tokens}, and no decode "
+            f"worker takes more than {longest:g} together: shorten the prompt, lower max_tokens, or serve with a "
+            "larger --max-model-len or --cache-gb",
+            code="context_length_exceeded",
+        )
 
     def _unsure_since_s(self, failed: FailedAttempts) -> float:
         """Returns when the latest worker failed of those that may have gone with their failure, and has each asked at

@@ -4,14 +4,18 @@ Prefill takes a + b*u seconds for a prompt of u uncached tokens, and decode then
 If decode computes the prompt itself, the client saves about a + h, and the other requests on decode lose about b*u. The
 two are equal at u = (a + h) / b; below that, decode computes the prompt.
 
-a and b come from a line fitted to prefill's answers, h is a mean, and old samples fade. h is only right for answers
-that are streamed: the first byte of any other answer comes at its end. Until there are `MIN_SAMPLES` of both, or while
-all prompts have about the same length, nothing is known, and every prompt goes to prefill.
+a and b come from a line fitted to prefill's answers, h is a mean, and old samples fade. h comes from answers that are
+streamed: the first byte of any other answer comes at its end. Until there are `MIN_SAMPLES` of both, or while all
+prompts have about the same length, nothing is known, and every prompt goes to prefill.
+
+Prompts below the limit give no samples, so a limit that is wrong could never be corrected. So one of `PROBE_EVERY` of
+them goes to prefill all the same.
 """
 
-__all__ = ["MIN_SAMPLES", "HandoffCost"]
+__all__ = ["MIN_SAMPLES", "PROBE_EVERY", "HandoffCost"]
 
 MIN_SAMPLES = 16
+PROBE_EVERY = 16
 _FADE = 0.99
 _MIN_SPREAD_TOKENS = 8.0
 
@@ -25,6 +29,7 @@ class HandoffCost:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         self._num_prefills = 0
         self._num_handoffs = 0
+        self._num_below = 0
         self._handoff_s = 0.0
 
     def on_prefill(self, num_uncached: int, after_s: float) -> None:
@@ -66,6 +71,12 @@ class HandoffCost:
         if line is None or self._num_handoffs < MIN_SAMPLES or line[1] <= 0:
             return 0
         return int((line[0] + self._handoff_s) / line[1])
+
+    def probe(self) -> bool:
+        """Counts a prompt below the limit. Returns True if it should be handed over to measure what that costs now;
+        never with an operator's limit."""
+        self._num_below += 1
+        return self._fixed_tokens is None and self._num_below % PROBE_EVERY == 0
 
     @property
     def local_below_tokens(self) -> int:

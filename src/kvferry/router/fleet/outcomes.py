@@ -22,6 +22,7 @@ class Outcome(StrEnum):
     OVERLOADED = "overloaded"
     LEAVING = "leaving"
     REFUSED = "refused"
+    TOO_LONG = "too long"
     REQUEST_FAILED = "request failed"
     HANDOFF_FAILED = "hand-off failed"
     RECOMPUTED = "recomputed"
@@ -82,6 +83,10 @@ OUTCOMES: Mapping[Outcome, Consequence] = {
     Outcome.REFUSED: Consequence(
         "it answers 4xx: the client has to change the request", Retry.NO, Counts.NONE, 0, "",
         reported=True,
+    ),
+    Outcome.TOO_LONG: Consequence(
+        "it answers 400 `context_length_exceeded`, and another worker takes longer requests", Retry.YES, Counts.NONE,
+        400, "context_length_exceeded", reported=True,
     ),
     Outcome.REQUEST_FAILED: Consequence(
         "it answers 500 `request_failed`: the request itself cannot be computed", Retry.NO, Counts.NONE, 500,

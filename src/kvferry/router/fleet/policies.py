@@ -28,6 +28,11 @@ class PromptEstimate(Protocol):
         """The approximate number of prompt tokens."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """True if `num_tokens` is exact: the client sent token ids, or a worker has counted."""
+        ...
+
     def num_cached(self, worker: Worker) -> int:
         """Returns about how many of them are in the worker's cache."""
         ...

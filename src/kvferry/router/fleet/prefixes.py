@@ -47,13 +47,18 @@ class _Known:
 class Prompt:
     """One request's prompt: its approximate length, and the known hashes of its blocks. It is a `PromptEstimate`."""
 
-    __slots__ = ("_block_tokens", "_hashes", "num_tokens", "pieces")
+    __slots__ = ("_block_tokens", "_hashes", "exact", "num_tokens", "pieces")
 
-    def __init__(self, num_tokens: int, pieces: tuple[bytes, ...], known: _Known | None) -> None:
+    def __init__(self, num_tokens: int, pieces: tuple[bytes, ...], known: _Known | None, *, exact: bool) -> None:
         self.num_tokens = num_tokens
+        self.exact = exact
         self.pieces = pieces
         self._hashes = known.hashes[: known.count] if known is not None else ()
         self._block_tokens = known.block_tokens if known is not None else 0
+
+    def counted(self, num_tokens: int) -> None:
+        """Notes the number of tokens as a worker has counted them."""
+        self.num_tokens, self.exact = num_tokens, True
 
     def num_cached(self, worker: Worker) -> int:
         """Returns about how many of its tokens are in that worker's cache."""
@@ -78,8 +83,9 @@ class Prefixes:
         """Returns the estimate for a prompt of `size` bytes that begins with these as they came. `num_ids` is the
         number of its tokens if the client sent token ids."""
         num_tokens = num_ids if num_ids is not None else int(size / self._bytes_per_token) + 1
+        exact = num_ids is not None
         if not with_pieces:
-            return Prompt(num_tokens, (), None)
+            return Prompt(num_tokens, (), None, exact=exact)
         pieces = _pieces(begin)
         known = None
         for piece in reversed(pieces):
@@ -87,7 +93,7 @@ class Prefixes:
             if known is not None:
                 self._known.move_to_end(piece)
                 break
-        return Prompt(num_tokens, pieces, known)
+        return Prompt(num_tokens, pieces, known, exact=exact)
 
     def learn_length(self, size: int, num_ids: int | None, num_tokens: int) -> None:
         """Notes that a prompt of `size` bytes had `num_tokens` tokens. Token ids teach nothing about text."""

@@ -195,6 +195,11 @@ class Worker:
     # ---- room ----
 
     @property
+    def longest_request(self) -> float:
+        """The most tokens of a prompt and its answer together that it takes; infinity if that is not known."""
+        return (self.info.limits.longest_request if self.info is not None else 0) or math.inf
+
+    @property
     def free_blocks(self) -> int | None:
         """The number of blocks that are neither in use nor reserved; None if the worker does not report its room."""
         if self.info is None or self.info.room is None:

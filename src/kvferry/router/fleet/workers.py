@@ -31,7 +31,7 @@ from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.settings import Role
 from kvferry.web.records import WorkerInfo
 
-__all__ = ["Fleet", "check_url", "reason_of"]
+__all__ = ["Fleet", "check_url", "long_enough", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -303,11 +303,19 @@ class Fleet:
             return workers
         return [worker for worker in workers if worker.info is not None and model in worker.info.models]
 
+    def longest_request(self, model: str | None) -> int:
+        """Returns the most tokens of a prompt and its answer that a decode worker takes which may serve this model; 0
+        if one of them does not say."""
+        usable = [worker for worker in self.decode if worker.unusable_reason is None]
+        longest = max((one.longest_request for one in self.serving(model, usable, self.decode)), default=math.inf)
+        return 0 if longest == math.inf else int(longest)
+
     def pick_prefill(
         self, decode: Worker | None, tried: set[Worker], prompt: PromptEstimate, model: str | None
     ) -> Worker | None:
         """Chooses, by the policy, a prefill worker that was not tried and fits `decode` (any, if that is None). Returns
-        None if there is no such worker."""
+        None if there is no such worker, or none that can hold the prompt. If the prompt's length is only estimated, the
+        one that can hold most may try."""
         usable = [
             worker
             for worker in self.prefill
@@ -315,7 +323,7 @@ class Fleet:
             and worker.unavailable_reason() is None
             and (decode is None or self.pair_reason(worker, decode) is None)
         ]
-        usable = self.serving(model, usable, self.prefill)
+        usable = long_enough(self.serving(model, usable, self.prefill), prompt.num_tokens + 1, exact=prompt.exact)
         return self._policies[Role.PREFILL].choose(usable, prompt) if usable else None
 
     def has_prefill(self, decode: Worker) -> bool:
@@ -334,12 +342,23 @@ class Fleet:
         """Returns why no prefill worker can serve together with this decode worker."""
         if not self.prefill:
             return "no prefill worker is configured"
-        reasons = [
-            worker.unavailable_reason()
-            or f"{worker.name} does not fit {decode.name}: {self.pair_reason(worker, decode)}"
-            for worker in self.prefill
-        ]
-        return "; ".join(reasons)
+        return "; ".join(self._reason_without(worker, decode) for worker in self.prefill)
+
+    def _reason_without(self, prefill: Worker, decode: Worker) -> str:
+        reason = prefill.unavailable_reason()
+        if reason is None and (mismatch := self.pair_reason(prefill, decode)) is not None:
+            reason = f"{prefill.name} does not fit {decode.name}: {mismatch}"
+        return reason or f"{prefill.name} takes at most {prefill.longest_request:g} tokens"
+
+
+def long_enough(workers: list[Worker], num_tokens: int, *, exact: bool) -> list[Worker]:
+    """Returns those of `workers` that take requests of `num_tokens`. If there is none, and `num_tokens` is only an
+    estimate, returns those that take the longest: what is too long is then for them to say."""
+    able = [worker for worker in workers if worker.longest_request >= num_tokens]
+    if able or exact or not workers:
+        return able
+    longest = max(worker.longest_request for worker in workers)
+    return [worker for worker in workers if worker.longest_request == longest]
 
 
 def _silence_of(worker: Worker, error: Exception) -> str:

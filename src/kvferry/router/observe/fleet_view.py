@@ -106,6 +106,7 @@ def _worker(worker: Worker, now_s: float) -> dict[str, object]:
         "load": worker.load,
         "free_blocks": worker.free_blocks,
         "blocks": info.limits.blocks if info else 0,
+        "longest_request": info.limits.longest_request if info else 0,
         "cached_blocks": len(worker.cached.blocks) or (info.cache.blocks if info and info.cache else 0),
         "failures": worker.num_failures,
     }

@@ -39,8 +39,8 @@ class RouterMetrics:
         self._failures = counter("worker_failures", "Attempts that failed", "worker", "stage")
         self._tokens = counter("prompt_tokens", "Prompt tokens by where their KV came from", "source")
         self._prefill = seconds("prefill", "Time from the request to prefill to its answer")
-        self._handoff = seconds("handoff", "Time from prefill's answer to decode's first byte")
-        self._first_byte = seconds("first_byte", "Time from a request's arrival to the first byte to the client")
+        self._handoff = seconds("handoff", "Time from prefill's answer to decode's first byte, of streams")
+        self._first_byte = seconds("first_byte", "Time from a request's arrival to the first byte of a stream")
         self._pairs = counter(
             "pair_handoffs",
             "Hand-offs of a pair: landed, failed, or unknown (decode does not say, as a vLLM server)",
@@ -83,7 +83,7 @@ class RouterMetrics:
         self._handoff.observe(after_s)
 
     def on_first_byte(self, after_s: float) -> None:
-        """Notes that an answer began `after_s` after its request arrived."""
+        """Notes that a stream began `after_s` after its request arrived."""
         self._first_byte.observe(after_s)
 
     def on_tokens(self, headers: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ class Answer:
         self._connection = connection
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
+        self._body: bytes | None = None
 
     @property
     def content_type(self) -> str:
@@ -40,7 +41,9 @@ class Answer:
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:
-        """Returns the whole body. Raises WorkerFailed if it breaks off."""
+        """Returns the whole body, also if it was read before. Raises WorkerFailed if it breaks off."""
+        if self._body is not None:
+            return self._body
         self.waiting_since_s = self._loop.time()
         try:
             while not self._connection.parser.complete:
@@ -50,7 +53,8 @@ class Answer:
             raise self._broke_off(error) from error
         finally:
             self.waiting_since_s = None
-        return self._connection.take()
+        self._body = self._connection.take()
+        return self._body
 
     async def read_some(self) -> bytes:
         """Returns the next bytes as they come; empty at the end. Raises WorkerFailed if the stream breaks off."""

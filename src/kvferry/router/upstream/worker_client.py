@@ -19,12 +19,14 @@ from kvferry.router.upstream.http1_parse import BadAnswer
 from kvferry.router.upstream.worker_answer import Answer
 from kvferry.web.body_fields import Parts
 
-__all__ = ["Upstream"]
+__all__ = ["Upstream", "check_too_long"]
 
 logger = logging.getLogger(__name__)
 
 _VLLM_GIVES_NO_REASON = "Internal server error"
 """vLLM's whole text for a hand-off that failed: no connector can set another one."""
+_VLLM_TOO_LONG = "maximum context length"
+"""A part of vLLM's texts for a prompt that is too long, alone or with max_tokens; its error has no code of its own."""
 
 
 class Upstream:
@@ -136,6 +138,13 @@ async def _refusal(worker: Worker, answer: Answer) -> WorkerFailed:
     if outcome is Outcome.REQUEST_FAILED:
         return WorkerFailed(worker, message, outcome)  # it is the client's answer
     return WorkerFailed(worker, f"answered {answer.status}: {message}", outcome)
+
+
+async def check_too_long(worker: Worker, answer: Answer) -> None:
+    """Raises WorkerFailed if this answer, a 400, says that the request is too long for the worker."""
+    message, code = _error_in(await answer.read())
+    if code == "context_length_exceeded" or _VLLM_TOO_LONG in message:
+        raise WorkerFailed(worker, f"answered 400: {message}", Outcome.TOO_LONG)
 
 
 class _Error(msgspec.Struct, frozen=True):

@@ -28,7 +28,16 @@ from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
 from kvferry.engines.mini.server.refused_handoffs import DeclinesHandoffs, handoff_of
 from kvferry.engines.mini.server.replies import ChatReply, CompletionReply, Reply
-from kvferry.engines.mini.server.request_body import MAX_CHOICES, ChatBody, CommonBody, limit_of, sampling_of
+from kvferry.engines.mini.server.request_body import (
+    DEFAULT_MAX_TOKENS,
+    MAX_CHOICES,
+    ChatBody,
+    CommonBody,
+    check_for_decode,
+    check_length,
+    limit_of,
+    sampling_of,
+)
 from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
@@ -44,7 +53,6 @@ __all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_TOKENS = 16
 _SNAPSHOT_WAIT_S = 0.25
 _MAX_REASON_CHARS = 200
 _MEET_LOOKS = 200
@@ -59,7 +67,7 @@ class ServerSettings:
     """The model's name in /v1/models and in every answer."""
 
     max_model_len: int
-    """The most tokens of prompt and answer together."""
+    """The most tokens of prompt and answer together, by the model's context and by the size of the cache."""
 
     vocab_size: int
     """Token ids in prompts must be below this number."""
@@ -198,7 +206,7 @@ class WorkerServer:
             )  # fmt: skip
         room = self._settings.max_model_len - max(len(prompt.token_ids) for prompt in prompts)
         asked = limit_of(body)
-        max_tokens = max(1, min(_DEFAULT_MAX_TOKENS, room)) if asked is None else asked
+        max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room)) if asked is None else asked
         job = self._job(request, body, prompts, max_tokens, body.logprobs, echo=bool(body.echo))
         return await self._answer(request, job, CompletionReply(job, self._names, self._engine_id))
 
@@ -232,6 +240,8 @@ class WorkerServer:
             mode=self._description.get("mode"),
         )
         num_choices, options = 1 if body.n is None else body.n, body.stream_options
+        if handoff is not None and handoff.do_remote_decode:
+            check_for_decode(request.headers, body, max(len(prompt.token_ids) for prompt in prompts))
         if handoff is not None and len(prompts) > 1:
             raise ApiError(
                 400,
@@ -288,15 +298,7 @@ class WorkerServer:
                     code="out_of_range",
                 )
         for prompt in prompts:
-            length = len(prompt.token_ids)
-            if length + max(max_tokens, 1) > settings.max_model_len:
-                raise ApiError(
-                    400,
-                    f"the prompt has {length} tokens, max_tokens is {max_tokens}, and the model's context is "
-                    f"{settings.max_model_len}: shorten the prompt, lower max_tokens, or serve with --max-model-len",
-                    param="messages" if isinstance(body, ChatBody) else "prompt",
-                    code="context_length_exceeded",
-                )
+            check_length(len(prompt.token_ids), max_tokens, settings.max_model_len, chat=isinstance(body, ChatBody))
         limits = getattr(self._worker.engine, "limits", None)
         if limits is not None:
             for_remote = bool(body.kv_transfer_params and body.kv_transfer_params.get("do_remote_decode"))

@@ -5,6 +5,7 @@ nothing, or is listed here as one that changes no answer. A name that is not her
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -14,8 +15,10 @@ from kvferry.engines.mini.server.request_fields import INT64, accepted, check_fi
 from kvferry.settings import FailurePolicy
 from kvferry.web.api_errors import ApiError
 from kvferry.web.json_body import decode_body, shown
+from kvferry.web.records import DECODE_CHECKS, DecodeChecks
 
 __all__ = [
+    "DEFAULT_MAX_TOKENS",
     "MAX_CHOICES",
     "ChatBody",
     "CommonBody",
@@ -23,11 +26,15 @@ __all__ = [
     "RefusedFields",
     "ResponseFormat",
     "StreamOptions",
+    "check_for_decode",
+    "check_length",
     "limit_of",
     "read_body",
     "sampling_of",
 ]
 
+DEFAULT_MAX_TOKENS = 16
+"""The limit on the answer's tokens in /v1/completions, if the client sends none."""
 MAX_CHOICES = 128
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 64
@@ -354,3 +361,35 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     return {int(token): value for token, value in bias.items()}
+
+
+def check_for_decode(headers: Mapping[str, str], body: CommonBody, length: int) -> None:
+    """Raises ApiError or RequestError as decode will for this request, if the router says what decode will get.
+
+    Prefill gets it with `max_tokens` 1. If only decode refused it, prefill would have computed its prompt of `length`
+    tokens in vain, and a stream would have begun with prefill's token.
+    """
+    raw = headers.get(DECODE_CHECKS)
+    if raw is None:
+        return
+    checks = decode_body(raw.encode(), DecodeChecks)
+    if checks.n is not None and not 1 <= checks.n <= MAX_CHOICES:
+        raise ApiError(400, f"n={checks.n!r}: send 1 to {MAX_CHOICES} choices", param="n")
+    room = checks.longest_request - length if checks.longest_request else DEFAULT_MAX_TOKENS
+    default = room if isinstance(body, ChatBody) else min(DEFAULT_MAX_TOKENS, room)
+    max_tokens = max(1, default) if checks.max_tokens is None else checks.max_tokens
+    sampling_of(msgspec.structs.replace(body, min_tokens=checks.min_tokens), max_tokens=max_tokens, logprobs=None)
+    if checks.longest_request:
+        check_length(length, max_tokens, checks.longest_request, chat=isinstance(body, ChatBody))
+
+
+def check_length(num_prompt: int, max_tokens: int, longest: int, *, chat: bool) -> None:
+    """Raises ApiError 400 if a prompt and its answer are longer than `longest` tokens together."""
+    if num_prompt + max(max_tokens, 1) > longest:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt} tokens, max_tokens is {max_tokens}, and at most {longest} fit together: "
+            "shorten the prompt, lower max_tokens, or serve with a larger --max-model-len or --cache-gb",
+            param="messages" if chat else "prompt",
+            code="context_length_exceeded",
+        )
