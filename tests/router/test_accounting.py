@@ -95,7 +95,9 @@ async def test_answers_that_are_not_streamed_do_not_turn_hand_offs_off() -> None
     """It was 4.2 s per hand-off and every prompt local after 16 requests."""
 
     async def grows(request: web.Request, asked: Asked) -> web.StreamResponse:
-        response: Any = await prefill_script(request, asked)
+        response = await prefill_script(request, asked)
+        assert isinstance(response, web.Response)
+        assert isinstance(response.body, bytes)
         response.body = response.body[:-1] + b',"kvferry":{"recomputed":%d}}' % len(asked.body["prompt"])
         return response
 

@@ -175,7 +175,8 @@ async def test_an_answer_that_stops_at_its_first_token_comes_from_prefill(stream
 async def test_one_token_is_an_ordinary_request_to_prefill(limit: str) -> None:
     p, d = a_prefill(script=decode_script), a_decode()
     async with fleet(p, d) as (url, _):
-        response, raw = await post(url, {**BODY, "max_tokens": 9, limit: 1, "stream": True})
+        path = "/v1/chat/completions" if limit == "max_completion_tokens" else "/v1/completions"
+        response, raw = await post(url, {**BODY, "max_tokens": 9, limit: 1, "stream": True}, path)
     assert (raw, d.asked) == (STREAM, [])
     assert "kv_transfer_params" not in p.asked[0].body
     assert p.asked[0].body["stream"] is True

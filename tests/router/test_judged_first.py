@@ -227,7 +227,7 @@ async def test_text_that_no_worker_can_hold_waits_for_no_room(mode: str, busy: b
     assert (response.status, json.loads(raw)["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_while_the_worker_that_takes_it_is_down_the_client_is_told_to_wait() -> None:
+async def test_while_the_worker_that_takes_it_is_down_the_client_has_to_wait() -> None:
     """It is not the request's fault."""
     small, large = taking(a_decode("d0"), 640), taking(a_decode("d1"), 10_000)
     settings = RouterSettings(health_every_s=0.05, restart_wait_s=0)

@@ -183,7 +183,7 @@ async def test_a_measured_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = a_prefill(script=counted(slow)), a_decode(script=landing)
     async with fleet(p, d, settings=RouterSettings(health_every_s=0.05, local_below="auto")) as (url, router):
         for i in range(20):
-            response, _ = await post(url, {**BODY, "prompt": [5] * (100 + 100 * (i % 5))})
+            response, _ = await post(url, {**BODY, "prompt": [5] * (100 + 100 * (i % 5)), "stream": True})
             assert response.headers["x-kvferry-route"] == "pull" or i >= 16
         await until_async(lambda: router.context.cost.local_below_tokens > 0)
         async with aiohttp.ClientSession() as session:

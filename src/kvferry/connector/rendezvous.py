@@ -143,6 +143,17 @@ class Rendezvous:
                 handshaker.peers.expire(now_s)
 
 
+def _if_both_run(peer: Peer, incarnation: Incarnation) -> str:
+    """Returns what to do if the incarnation that was replaced is still running, under the same id."""
+    address = next((address for former, address in peer.former if former == incarnation), peer.address)
+    if address == peer.address:
+        return ""
+    return (
+        f". If both are running, at {address} and at {peer.address}, two engines have one id: "
+        "give each its own --engine-id"
+    )
+
+
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:
     if peer.state is PeerState.ACCEPTED:
         if incarnation is None or incarnation == peer.incarnation:
@@ -150,7 +161,7 @@ def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> Peer
         return PeerView(
             PeerStatus.REFUSED,
             f"engine {engine!r} has restarted since it computed the prompt (it was {incarnation!r}, and is "
-            f"{peer.incarnation!r}): its cache is gone",
+            f"{peer.incarnation!r}): its cache is gone{_if_both_run(peer, incarnation)}",
         )
     if peer.state in (PeerState.ASKING, PeerState.UNKNOWN):
         return PeerView(PeerStatus.ASKING)

@@ -269,3 +269,40 @@ async def test_keys_that_could_not_be_put_are_put_again(monkeypatch: pytest.Monk
             await until_async(lambda: len(puts) == 2)
         finally:
             await registrar.stop()
+
+
+@pytest.mark.parametrize("living", [True, False])
+async def test_the_key_of_a_living_engine_is_not_taken_over(
+    living: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two engines with one id would replace each other's key by turns. The key of a dead one is replaced at once."""
+    monkeypatch.setattr("kvferry.engines.mini.server.etcd_registration._RETRY_S", 0.01)
+    other = a_decode("w")
+    await other.start()
+    found = base64.b64encode(other.url.encode()).decode()
+    answers: dict[str, Any] = {
+        "lease/grant": b'{"ID":"7","TTL":"9"}',
+        "lease/keepalive": b'{"result":{"ID":"7","TTL":"9"}}',
+        "kv/range": _pairs(**{"decode/w": found}),
+    }
+    puts: list[str] = []
+
+    async def seen(self: Etcd, key: str, value: str, lease: str) -> None:
+        puts.append(value)
+
+    monkeypatch.setattr(Etcd, "put", seen)
+    if not living:
+        await other.stop()
+    async with a_fake(answers) as url:
+        registrar = EtcdRegistrar(url, "http://h:1", "decode", "w")
+        await registrar.start()
+        try:
+            if living:
+                await until_async(lambda: "two engines have the id 'w'" in caplog.text)
+                assert other.url in caplog.text
+                assert "--engine-id" in caplog.text
+                assert puts == []
+                await other.stop()
+            await until_async(lambda: puts == ["http://h:1"])
+        finally:
+            await registrar.stop()

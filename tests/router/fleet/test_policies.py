@@ -16,8 +16,8 @@ from kvferry.web.records import Limits, Load, Room, WorkerInfo
 @dataclass
 class Wants:
     num_tokens: int = 100
-    exact: bool = True
     cached: dict[str, int] = field(default_factory=dict)
+    exact: bool = True
 
     def num_cached(self, worker: Worker) -> int:
         return self.cached.get(worker.url, 0)

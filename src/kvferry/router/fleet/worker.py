@@ -9,6 +9,7 @@ whatever its incarnation: a restart needs no more than that, and closes its circ
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -20,7 +21,7 @@ from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role, TransferMode
 from kvferry.web.records import WorkerInfo
 
-__all__ = ["BlockReservation", "Cached", "Learned", "Report", "Source", "Wait", "Worker"]
+__all__ = ["BlockReservation", "Cached", "Learned", "Report", "Source", "Wait", "Worker", "find_conflicts"]
 
 
 class Source(StrEnum):
@@ -109,6 +110,8 @@ class Worker:
         """When it last came up: for the first time, again, or as a new process (monotonic)."""
         self.lost_s = -math.inf
         """When it last ceased to be usable (monotonic); minus infinity if it never was usable."""
+        self.conflict: str | None = None
+        """Names the living worker that has the same engine id, if this one came later; else None."""
         self.learned: Learned | None = None
         self.cached = Cached()
         self.report = Report()
@@ -162,7 +165,7 @@ class Worker:
             )
         if self.info.state != "ready":
             return f"{self.label} takes no new requests: {self.info.state}"
-        return None
+        return self.conflict
 
     def slow_for_s(self, now_s: float) -> float:
         """Returns for how long it has been silent, if nothing else is wrong with it; else infinity."""
@@ -242,6 +245,36 @@ class Worker:
         for wait in ended:
             wait.give_up(reason)
         return len(ended)
+
+
+def find_conflicts(workers: Sequence[Worker]) -> list[Worker]:
+    """Refuses workers of one role that run under another one's engine id: peers would take their answers for those of
+    one engine that restarts. The one that came first goes on. Returns such first ones if the conflict is new: they may
+    have gone, as after a restart at another address, and should be asked.
+    """
+    living: dict[str, list[Worker]] = {}
+    for worker in workers:
+        if worker.info is not None and worker.down is None:
+            living.setdefault(worker.info.engine, []).append(worker)
+    conflicts: dict[Worker, str] = {}
+    rivals = []
+    for engine, same in living.items():
+        first = min(same, key=lambda worker: worker.up_s)
+        for worker in same:
+            if (theirs := _incarnation(worker)) != (ours := _incarnation(first)):
+                conflicts[worker] = (
+                    f"two engines have the id {engine!r}: incarnation {ours!r} at {first.url}, which is used, and "
+                    f"incarnation {theirs!r} at {worker.url}, which is not. Give each its own --engine-id"
+                )
+                if worker.conflict is None:
+                    rivals.append(first)
+    for worker in workers:
+        worker.conflict = conflicts.get(worker)
+    return rivals
+
+
+def _incarnation(worker: Worker) -> str:
+    return worker.info.incarnation if worker.info is not None else ""
 
 
 # These contexts are entered for every request. They are classes because a generator costs four times as much.

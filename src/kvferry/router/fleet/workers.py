@@ -26,7 +26,7 @@ from kvferry.router.fleet.pair_records import Pairs
 from kvferry.router.fleet.policies import PromptEstimate, make_policy
 from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is
-from kvferry.router.fleet.worker import Cached, Source, Worker
+from kvferry.router.fleet.worker import Cached, Source, Worker, find_conflicts
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.settings import Role
 from kvferry.web.records import WorkerInfo
@@ -139,6 +139,7 @@ class Fleet:
             if worker in own:
                 own.remove(worker)
         self.pairs.forget(worker)
+        self._find_conflicts(worker.assigned_role)
         task = self._tasks.pop(worker, None)
         if task is not None:
             task.cancel()
@@ -228,6 +229,9 @@ class Fleet:
             worker.lost_s = time.monotonic()
         if came:
             worker.up_s = time.monotonic()
+        if came or (known is not None and known.engine != info.engine):
+            self._find_conflicts(worker.assigned_role)
+        if came:
             for callback in self.on_up:
                 callback(worker)
 
@@ -245,7 +249,16 @@ class Fleet:
             worker.lost_s = time.monotonic()
         if worker.down is None:
             logger.warning("worker down peer=%s url=%s cause=%s", worker.name, worker.url, reason)
+            worker.down = reason
+            self._find_conflicts(worker.assigned_role)
         worker.down = reason
+
+    def _find_conflicts(self, role: Role) -> None:
+        """Called when a worker came, went, or changed its engine id."""
+        workers = self.prefill if role is Role.PREFILL else self.decode
+        for rival in find_conflicts(workers):
+            logger.warning("engine id is in use twice peer=%s url=%s", rival.name, rival.url)
+            self.ask_soon(rival)
 
     def ask_soon(self, worker: Worker) -> None:
         """Asks a worker now rather than in its next turn: something has ended there, and a request waits for room. At

@@ -12,6 +12,7 @@ __all__ = ["EtcdRegistrar"]
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+_RIVAL_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 
 
 class EtcdRegistrar:
@@ -55,6 +56,7 @@ class EtcdRegistrar:
             try:
                 if not is_put or not await etcd.keep_alive(self._lease):
                     is_put = False  # a lease without its keys would be kept alive for nothing
+                    await self._check_rivals(etcd)
                     self._lease = await etcd.grant(self._ttl_s)
                     for key in self._keys:
                         await etcd.put(key, self._url, self._lease)
@@ -66,3 +68,25 @@ class EtcdRegistrar:
                     logger.warning("registration failed etcd=%s cause=%s", self._etcd_url, error)
                 problem = str(error)
             await asyncio.sleep(self._ttl_s / 3 if not problem else _RETRY_S)
+
+    async def _check_rivals(self, etcd: Etcd) -> None:
+        """Raises EtcdFailed if a living worker at another address holds one of our keys: two engines have one id.
+
+        The key of a worker that has died stays until its lease ends; it is replaced at once.
+        """
+        found, _ = await etcd.read(f"{DEFAULT_PREFIX}/")
+        for key in self._keys:
+            other = found.get(key, self._url)
+            if other != self._url and await self._answers(other):
+                raise EtcdFailed(
+                    f"two engines have the id {key.rpartition('/')[2]!r}: the one at {other} holds the key {key}, and "
+                    f"this one is at {self._url}. Give each its own --engine-id"
+                )
+
+    async def _answers(self, url: str) -> bool:
+        assert self._session is not None, "start() opens the session"
+        try:
+            async with self._session.get(f"{url}/v1/kvferry", timeout=_RIVAL_TIMEOUT) as response:
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return False
