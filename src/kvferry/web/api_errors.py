@@ -112,10 +112,6 @@ def error_middleware(new_request_id: Callable[[], str], more_paths: str = "") ->
             response.force_close()  # where the next request begins is not known
         except web.HTTPRequestEntityTooLarge as error:
             response = too_large(request, error).response()
-        except web.RequestPayloadError as error:
-            detail = " ".join(str(error).split())
-            text = f"the body cannot be read ({detail}): send it as its Content-Encoding and Transfer-Encoding say"
-            response = ApiError(400, text, code="invalid_body").response()
         except web.HTTPException as error:
             if error.status < 400:
                 raise
