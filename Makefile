@@ -62,7 +62,9 @@ test-long: setup setup-gemma  ## what must be long: simulator, layout matrix, Sm
 test-pure: setup  ## no process, no model, on all cores; also the slow ones
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not vllm'
 
-fuzz: setup  ## the property tests with 30 times as many examples, new ones each time; FUZZ=N for N times
+fuzz: setup  ## 10,000 fuzzed requests on a fleet, pull and push; the property tests with 30 (FUZZ=N) times as many examples
+	$(BIN)/python -m tests.attacks.fuzz_requests --requests 5000 --mode pull
+	$(BIN)/python -m tests.attacks.fuzz_requests --requests 5000 --mode push
 	FUZZ=$(or $(FUZZ),30) $(BIN)/python -m pytest -q -n auto -m 'hypothesis and not process and not engine and not vllm'
 
 test-full: setup setup-gemma  ## SmolLM2 against transformers in all combinations; CI runs half of them

@@ -81,6 +81,19 @@ def test_a_side_channel_address_of_another_machine_is_reported_before_a_model_is
     assert "cannot listen on --side-channel-host '203.0.113.7' --side-channel-port 0: " in line_of(capsys)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_peers_are_not_given_every_address_to_connect_to(
+    command: str, host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key = tmp_path / "key"
+    assert main(["key", "new", str(key)]) == ExitCode.OK
+    capsys.readouterr()
+    flags = ["--side-channel-host", host, "--key-file", str(key), "--port", "0"]
+    assert main([command, "/nowhere", *flags]) == ExitCode.ERROR
+    assert f"--side-channel-host '{host}' is every address of this machine" in line_of(capsys)
+
+
 def test_no_model_at_that_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/nowhere/at/all", "--port", "0"]) == ExitCode.ERROR
     assert "/nowhere/at/all" in line_of(capsys)

@@ -75,6 +75,13 @@ def run(args: argparse.Namespace) -> ExitCode:
     die_with_supervisor()
     engine, ferry = engine_settings(args.model, args), ferry_settings(args)
     check_side_channel(ferry.side_channel)
+    if args.host in ("0.0.0.0", "::", "") and ferry.side_channel.host in ("127.0.0.1", "::1", "localhost"):
+        logger.warning(
+            "--host %r lets other machines send requests, and --side-channel-host %r lets none hand KV over: give "
+            "--side-channel-host ADDRESS and --key-file FILE if engines of other machines are to be peers",
+            args.host,
+            ferry.side_channel.host,
+        )
     check_ready_file(args.ready_file)
     register_key = _check_registration(args)
     listener = Listener(None, args.host, args.port)

@@ -17,6 +17,16 @@ __all__ = ["HandoffParams"]
 
 _Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
+_INT32 = (-(2**31), 2**31 - 1)
+_BOUNDS = {
+    "remote_port": (0, 65535),
+    "remote_num_tokens": _INT32,
+    "tp_size": _INT32,
+    "pp_size": _INT32,
+    "first_token": _INT32,
+}
+"""The range of each number: no router can lead a peer beyond what its tensors and sockets hold."""
+
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """The parameters of one hand-off. Unknown fields are skipped."""
@@ -62,6 +72,11 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Fal
     def from_dict(cls, raw: object) -> "HandoffParams":
         """Checks a dict from outside. Raises RequestError with the path of the wrong field."""
         try:
-            return msgspec.convert(raw, cls, strict=True)
+            params = msgspec.convert(raw, cls, strict=True)
         except msgspec.ValidationError as error:
             raise RequestError(f"kv_transfer_params: {error}") from error
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(params, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"kv_transfer_params: {name}={value!r} is out of range: {low} to {high} is possible")
+        return params

@@ -165,6 +165,11 @@ def check_side_channel(settings: SideChannelSettings) -> None:
     from kvferry.sidechannel.shared_key import load_key, require_key  # late: --help needs no zmq
 
     require_key(load_key(settings), settings.host, "listen there")
+    if settings.host in ("0.0.0.0", "::", ""):
+        raise ConfigError(
+            f"--side-channel-host {settings.host!r} is every address of this machine, and peers would be "
+            "given it to connect to: give the one address at which they reach it, such as --side-channel-host 10.0.0.5"
+        )
     where = f"--side-channel-host {settings.host!r} --side-channel-port {settings.port!r}"
     if not 0 <= settings.port <= 65535:
         raise ConfigError(f"cannot listen on {where}: give a port from 0 to 65535; 0 takes a free one")

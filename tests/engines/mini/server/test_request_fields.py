@@ -210,6 +210,9 @@ def test_a_field_is_refused_on_both_endpoints_or_done_on_one_of_them() -> None:
         ("completions", {"prompt": [[1], ["x"]]}, "prompt[1]", "Send a value of that type"),
         ("completions", {"prompt": [10**20]}, "prompt", "token id"),
         ("completions", {"prompt": [[320]]}, "prompt", "token id 320"),
+        ("completions", {"kv_transfer_params": {"remote_port": 65536}}, "kv_transfer_params", "0 to 65535"),
+        ("completions", {"kv_transfer_params": {"remote_port": 10**20}}, "kv_transfer_params", "out of range"),
+        ("completions", {"kv_transfer_params": {"first_token": 10**20}}, "kv_transfer_params", "out of range"),
     ],
     ids=lambda value: str(value)[:40],
 )
