@@ -374,7 +374,7 @@ def check_for_decode(headers: Mapping[str, str], body: CommonBody, length: int) 
         return
     checks = decode_body(raw.encode(), DecodeChecks)
     if checks.n is not None and not 1 <= checks.n <= MAX_CHOICES:
-        raise ApiError(400, f"n={checks.n!r}: send 1 to {MAX_CHOICES} choices", param="n")
+        raise ApiError(400, f"n={checks.n!r}: send 1 to {MAX_CHOICES} choices", param="n", code="out_of_range")
     room = checks.longest_request - length if checks.longest_request else DEFAULT_MAX_TOKENS
     default = room if isinstance(body, ChatBody) else min(DEFAULT_MAX_TOKENS, room)
     max_tokens = max(1, default) if checks.max_tokens is None else checks.max_tokens
