@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ class Case:
     url: str
     endpoint: str
     body: dict[str, Any]
+    straight: bool
+    """Whether it goes to a worker: the router drops a client's `kv_transfer_params`."""
 
     def curl(self) -> str:
         """The request as a command."""
@@ -130,7 +132,7 @@ class Maker:
         if body.get("top_logprobs") is not None and dice.random() < 0.8:
             body["logprobs"] = True
         url = urls[0] if dice.random() < 0.85 else dice.choice(list(urls))
-        return Case(seed, url, endpoint, body)
+        return Case(seed, url, endpoint, body, url != urls[0])
 
     def _prompt(self) -> Any:
         dice = self._dice
@@ -240,12 +242,12 @@ async def _ask(session: aiohttp.ClientSession, case: Case) -> tuple[str, str, di
             return word, "", {}
         return word, f"{status}: {text[:500]}", {}
     try:
-        return "200", *_check_answer(case.body, text)
+        return "200", *_check_answer(case.body, text, straight=case.straight)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         return "200", f"the answer cannot be read: {type(error).__name__}: {error}: {text[:300]}", {}
 
 
-def _check_answer(body: dict[str, Any], text: str) -> tuple[str, dict[str, int]]:
+def _check_answer(body: dict[str, Any], text: str, *, straight: bool) -> tuple[str, dict[str, int]]:
     if not body.get("stream"):
         last = json.loads(text)
         ended = {choice["index"]: choice["finish_reason"] for choice in last["choices"]}
@@ -260,7 +262,7 @@ def _check_answer(body: dict[str, Any], text: str) -> tuple[str, dict[str, int]]
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt)
     # Prefill makes one choice, and may leave the last tokens of the prompt to decode.
-    for_remote = bool((body.get("kv_transfer_params") or {}).get("do_remote_decode"))
+    for_remote = straight and bool((body.get("kv_transfer_params") or {}).get("do_remote_decode"))
     num_choices = 1 if for_remote else (body.get("n") or 1) * (len(prompt) if several and prompt is not None else 1)
     if sorted(ended) != list(range(num_choices)) or not all(ended.values()):
         return f"{num_choices} choices were asked for, and these ended: {ended}", {}
@@ -274,7 +276,7 @@ def _check_answer(body: dict[str, Any], text: str) -> tuple[str, dict[str, int]]
 async def _shrunk(session: aiohttp.ClientSession, case: Case) -> Case:
     """Drops fields while the request goes on to fail."""
     for name in list(case.body):
-        smaller = Case(case.seed, case.url, case.endpoint, {k: v for k, v in case.body.items() if k != name})
+        smaller = replace(case, body={k: v for k, v in case.body.items() if k != name})
         if (await _ask(session, smaller))[1]:
             case = smaller
     return case
