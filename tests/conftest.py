@@ -28,7 +28,7 @@ def no_process_is_left_behind() -> Iterator[None]:
     before = Held.now()
     yield
     left = [one for one in left_since(before, owned=False) if one.startswith("process ")]
-    assert not left, f"the tests left behind: {'; '.join(left)}"
+    assert not left, f"the tests left: {'; '.join(left)}"
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ NOT_FLAGS = {
 
 
 @pytest.mark.parametrize("name", TYPED)
-def test_vllm_takes_what_it_is_told_to_type(name: str) -> None:
+def test_vllm_takes_what_a_remedy_says(name: str) -> None:
     on_prefill, on_decode = FLIPS[name]
     prefill = facts(**{"engine": "vllm", **on_prefill})
     decode = decode_facts(**{"engine": "vllm", **on_decode})

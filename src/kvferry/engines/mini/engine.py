@@ -11,9 +11,7 @@ One step, in order (see `Engine.step`):
 6. What prefill hands over is ordered from the worker halves.
 
 With pipeline stages, 2 and 3 are repeated until every stage has work: that many steps, of different requests, are in
-flight at once.
-
-The states of a request are at the top of scheduler.py. Not thread-safe: one thread calls everything.
+flight at once. The states of a request are at the top of scheduler.py. Not thread-safe: one thread calls everything.
 """
 
 import logging
@@ -35,9 +33,9 @@ from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockManager
 from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
 from kvferry.engines.mini.scheduling.handoff_results import HandoffResults
-from kvferry.engines.mini.scheduling.limits import Limits
 from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.engines.mini.scheduling.request import Request, State
+from kvferry.engines.mini.scheduling.request_limits import Limits
 from kvferry.engines.mini.scheduling.scheduler import Scheduler
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.acceptance import Acceptance

@@ -190,7 +190,7 @@ def test_small_prompts_after_a_large_one_without_room_begin_at_once(at: int, rem
     assert traffic.admitted["r2"] <= 90 + SLACK, "as if they had not come"
 
 
-def test_a_small_prompt_with_a_longer_answer_than_the_running_ones_waits_behind_a_claim() -> None:
+def test_a_small_prompt_with_a_longer_answer_than_the_running_ones_waits_for_a_claim() -> None:
     """It would delay the large one beyond its bound."""
     traffic = Traffic(127)
     traffic.run([*LONG, Asked(5, 1900, 10), Asked(50, 20, 100)], BoundedWaits())

@@ -161,7 +161,7 @@ def test_a_transfer_that_has_ended_is_refused_at_once(make_worker: MakeWorker) -
 
 @dataclass
 class DecliningEngine(ScriptedEngine):
-    """Remembers what it was told to decline."""
+    """Remembers what it was asked to decline."""
 
     declined: list[tuple[str | None, str]] = field(default_factory=list)
 

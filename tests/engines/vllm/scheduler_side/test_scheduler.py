@@ -472,7 +472,7 @@ def test_a_shorter_hand_off_goes_on_after_what_arrived() -> None:  # R51
     assert engine.manager.get_blocks("r").get_block_ids() != ([],)
 
 
-def test_a_shorter_hand_off_of_windows_or_states_starts_afresh() -> None:  # R51
+def test_a_shorter_hand_off_of_windows_or_states_starts_from_nothing() -> None:  # R51
     engine = Engine(forms=(FULL, STATE))
     request = waiting(engine)
     engine.orders()

@@ -27,7 +27,7 @@ class Claim:
 
     def steps_left(self) -> int:
         """Returns after how many steps, at most, the requests that ran when the claim began have given back what it
-        lacks; 0 if they have not so many blocks, or none is left."""
+        lacks; 0 if they do not have that many blocks, or none is left."""
         num_missing = self.num_missing
         self._before = [one for one in self._before if one.state in (State.RUNNING, State.WAITING_FOR_KV)]
         for one in sorted(self._before, key=_answer_left):
@@ -65,7 +65,7 @@ class Overtaking:
         if claim is None or claim.request.state is not State.WAITING or request.number <= claim.request.number:
             return True
         if request.for_remote:
-            return False  # its blocks are held for another engine after its end: nobody knows for how long
+            return False  # its blocks are held for another engine after its end, no one knows for how long
         prompt_steps = -(-request.num_uncomputed // self._max_batch_tokens)
         return prompt_steps + _answer_left(request) <= claim.steps_left()
 

@@ -1,4 +1,4 @@
-"""A request that names a hand-off and is refused: the prefill engine is told, so that it frees its blocks at once.
+"""A request that names a hand-off and is refused: the prefill engine is informed, and frees its blocks.
 
 A 4xx is final for these parameters: whoever sent the request must change it, and ask prefill again. A 503 is not: the
 same request may go to another decode worker, so the hand-off stays.
