@@ -14,7 +14,7 @@ def until(
     condition: Callable[[], Any],
     what: str = "the condition holds",
     *,
-    within_s: float = 10.0,
+    within_s: float = 60.0,
     every_s: float = 0.005,
     meanwhile: Callable[[], object] | None = None,
 ) -> Any:
