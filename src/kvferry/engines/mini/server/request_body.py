@@ -159,7 +159,10 @@ class CommonBody(RefusedFields, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     max_completion_tokens: Annotated[
         int | None,
-        done("the same as `max_tokens`; if both are sent, they must be equal", SAMPLING_BOUNDS["max_tokens"]),
+        done(
+            "the same as `max_tokens`; if both are sent, chat takes this one, and for completions they must be equal",
+            SAMPLING_BOUNDS["max_tokens"],
+        ),
     ] = None
     min_tokens: Annotated[
         int | None,
@@ -320,9 +323,13 @@ def _unknown(name: str, kind: type[CommonBody]) -> str:
 
 
 def limit_of(body: CommonBody) -> int | None:
-    """Returns the most tokens of the answer that the client asks for. Raises ApiError if it asks for two limits."""
+    """Returns the most tokens of the answer that the client asks for.
+
+    In chat `max_completion_tokens` goes before `max_tokens`, as OpenAI defines it. Raises ApiError if a completion has
+    two limits.
+    """
     one, other = body.max_tokens, body.max_completion_tokens
-    if one is not None and other is not None and one != other:
+    if isinstance(body, CompletionBody) and one is not None and other is not None and one != other:
         raise ApiError(
             400, f"max_tokens={one} and max_completion_tokens={other} differ: send one of them", param="max_tokens"
         )
