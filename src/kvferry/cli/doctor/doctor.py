@@ -37,13 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="*", metavar="URL", help="workers or routers to check (default: this machine)")
     parser.add_argument("--listen", type=int, metavar="PORT",
                         help="be the prefill end for a `kvferry doctor --peer` on another machine, until Ctrl-C; this "
-                             "port and the next two are used")  # fmt: skip
+                             "port and the next two are used (default: check this machine)")  # fmt: skip
     parser.add_argument("--peer", metavar="HOST:PORT",
-                        help="hand KV over from the `kvferry doctor --listen` there to this machine")  # fmt: skip
+                        help="hand KV over from the `kvferry doctor --listen` there to this machine "
+                             "(default: check this machine)")  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
                         help="the address on which --listen listens, and which --peer's own engine gives to the other "
                              "side; any but loopback needs a key (default: 127.0.0.1)")  # fmt: skip
-    parser.add_argument("--key-file", metavar="FILE", help="the key that both sides share (kvferry key new FILE)")
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="the key that both sides share, made by `kvferry key new FILE` (default: none)",
+    )
     parser.add_argument("--transport", default=default, choices=sorted(TRANSPORTS),
                         help=f"what moves the bytes (default: {default})")  # fmt: skip
     parser.add_argument("--megabytes", type=int, default=64, metavar="MIB",
