@@ -71,7 +71,7 @@ test-full: setup setup-gemma  ## SmolLM2 against transformers in all combination
 	FULL=1 $(BIN)/python -m pytest -q tests/engines/mini/models/test_smollm2.py
 
 test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over real NIXL: the covering part
-	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/engines/vllm/test_contract.py tests/engines/vllm/test_choices.py tests/engines/vllm/test_failures.py tests/engines/vllm/scheduler_side/test_prefix_hits.py tests/engines/vllm/worker_side/test_worker.py
+	KVFERRY_TEST_VLLM=1 $(VLLM_BIN)/python -m pytest -q -W ignore tests/engines/vllm/test_contract.py tests/engines/vllm/test_remedies.py tests/engines/vllm/test_choices.py tests/engines/vllm/test_failures.py tests/engines/vllm/scheduler_side/test_prefix_hits.py tests/engines/vllm/worker_side/test_worker.py
 	KVFERRY_TEST_VLLM=1 $(BIN)/python -m pytest -q -m 'vllm and not slow' tests/engines/vllm/test_end_to_end.py --durations=10
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
