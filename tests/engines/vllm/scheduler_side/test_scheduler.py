@@ -400,6 +400,20 @@ def test_only_stored_tokens_of_a_chunk_are_offered() -> None:
     assert not engine.orders()[0].offer, "nothing new"
 
 
+def test_a_prefix_hit_is_offered_only_after_a_step_of_its_own_request() -> None:  # R28
+    """Another request's step may still be writing the blocks of the hit: vLLM schedules asynchronously."""
+    engine = Engine()
+    request = prefilling(engine)
+    assert engine.half.get_num_new_matched_tokens(request, 16) == (0, False)
+    request.num_computed_tokens = 16
+    assert not engine.orders()[0].offer
+    request.num_computed_tokens, request.num_in_flight_tokens = 32, 16
+    assert not engine.orders()[0].offer
+    request.num_in_flight_tokens = 0
+    (offer,) = engine.orders()[0].offer
+    assert (offer.ready, offer.final) == (TokenRange(0, 32), False)
+
+
 def test_after_a_preemption_offered_blocks_are_not_reused_until_the_peer_is_done() -> None:  # R28
     engine = Engine()
     request = prefilling(engine)

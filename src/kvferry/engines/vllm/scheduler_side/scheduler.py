@@ -63,7 +63,7 @@ class _Tracked:
     view: VllmRequest
     request: Any
     cached: int | None = None
-    """Decode: vLLM's own prefix hit at the last match, in tokens; None before the first answer to a match."""
+    """vLLM's own prefix hit at the last match, in tokens; None before the first answer to a match."""
     end: int = 0
     """Decode: the token at which the hand-off ends, by the last match."""
     offered: int = 0
@@ -293,7 +293,9 @@ class VllmScheduler:
         if handoff is None or not handoff.do_remote_decode:
             return
         stored = request.num_computed_tokens - request.num_in_flight_tokens
-        if not tracked.offered < stored < request.num_prompt_tokens:
+        # A step in flight, of another request, may still be writing the blocks of a prefix hit: it has ended once a
+        # step of this request has.
+        if not max(tracked.offered, tracked.cached or 0) < stored < request.num_prompt_tokens:
             return
         self._reference(tracked, self._full_groups())
         tracked.offered = stored
