@@ -86,11 +86,11 @@ def _hand_over(prefill: Side, decode: Side, name: str, prompt: Sequence[int]) ->
     asked = Request(kvferry.RequestId(name), prompt, params)
     decode.half.on_new_request(asked)
     while decode.half.match(asked, 0).wait:
-        time.sleep(0.0005)
+        time.sleep(0.0005)  # the side channel thread is to run; the handshake is not measured twice
     decode.half.after_alloc(asked, decode.tables, 0)
     outcome = decode.step()
     while not (outcome.landed or outcome.failed):
-        time.sleep(0)
+        time.sleep(0)  # the driver threads are to run
         outcome = decode.step()
     took_s = time.perf_counter() - begun_s
     assert outcome.landed, outcome

@@ -1,14 +1,13 @@
 """Several choices of one prompt, and pushes whose router names no transfer id, on vLLM's own scheduler objects."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-if os.environ.get("KVFERRY_TEST_VLLM") != "1":
-    pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
-pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 from vllm.v1.request import RequestStatus
 
@@ -16,13 +15,7 @@ from kvferry.layout.blocks import TokenRange
 from tests.harness.vllm_engine import Engine, failed, finished_params, landed, released
 from tests.harness.vllm_models import make_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = VLLM_MARKS
 
 PARENT = "cmpl-x-0-0123abcd"
 

@@ -1,20 +1,18 @@
-# ruff: noqa: E402  (vllm is imported only where it is there)
 """vLLM's own scheduler with our connector, step by step, without a model: the cases that vLLM tests connectors with.
 
 Runs in the virtual environment that has vLLM (make test-vllm). What the workers would report is made here; everything
 else, the handshake between two engines in one process included, is real.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if os.environ.get("KVFERRY_TEST_VLLM") != "1":
-    pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
-vllm = pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 import torch
 from vllm.v1.engine import EngineCoreRequestType
@@ -32,13 +30,7 @@ from tests.engines.vllm.servers import poll_until
 from tests.harness.vllm_engine import Engine, failed, landed, released
 from tests.harness.vllm_models import make_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = VLLM_MARKS
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,15 @@ Every policy, every place in a chain of connectors, every failure, on vLLM's own
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if os.environ.get("KVFERRY_TEST_VLLM") != "1":
-    pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
-pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 from vllm.v1.request import RequestStatus
 
@@ -22,13 +21,7 @@ from kvferry.stats import HandoffStats
 from tests.harness.vllm_engine import CHAINS, Engine, failed, landed, released
 from tests.harness.vllm_models import make_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = VLLM_MARKS
 
 UNREACHABLE = {
     "do_remote_prefill": True, "transfer_id": "x", "remote_engine_id": "q",

@@ -5,7 +5,9 @@ from dataclasses import fields
 
 import pytest
 
-pytest.importorskip("vllm", reason="it needs vLLM's own environment: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -16,6 +18,8 @@ from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import verdict
 from tests.handshake.test_flips import FLIPS, R2_FACTORS, R4_FACTORS
 from tests.harness.handshake_examples import decode_facts, facts
+
+pytestmark = VLLM_MARKS
 
 TYPED = sorted(
     ({name for name, spec in FACTS.items() if spec.kind is FactKind.MUST_MATCH} | R2_FACTORS | R4_FACTORS)

@@ -1,7 +1,7 @@
 """`kvferry doctor`: moves real bytes and hands real KV over, between two processes or two machines; or checks a fleet.
 
 Each step is a line. The first step that fails is named with its remedy, and the later ones are not tried. In any case
-the command ends within about --timeout seconds and leaves no process behind.
+the command ends within about --timeout seconds, and no process of it remains.
 """
 
 import argparse

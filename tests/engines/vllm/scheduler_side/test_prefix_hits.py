@@ -1,12 +1,10 @@
 """vLLM's own KVCacheManager, and what `take_prefix_hits` does to a request that waits for a hand-off (R30)."""
 
-import os
-
 import pytest
 
-if os.environ.get("KVFERRY_TEST_VLLM") != "1":
-    pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
-pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 import torch
 from vllm.sampling_params import SamplingParams
@@ -24,12 +22,7 @@ from vllm.v1.request import Request
 
 from kvferry.engines.vllm.scheduler_side.prefix_hits import take_prefix_hits
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = VLLM_MARKS
 BLOCK, BLOCKS, WINDOW = 16, 64, 32
 FULL, WINDOWED = 0, 1
 

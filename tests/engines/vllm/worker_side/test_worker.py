@@ -1,23 +1,17 @@
 """The worker half warns at its start of what vLLM's CPU build itself does wrong."""
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-if os.environ.get("KVFERRY_TEST_VLLM") != "1":
-    pytest.skip("it needs vLLM's own environment: make test-vllm", allow_module_level=True)
-pytest.importorskip("vllm", reason="vLLM is in an environment of its own: make test-vllm")
+from tests.harness.vllm_only import VLLM_MARKS, require_vllm
+
+require_vllm()
 
 from kvferry.engines.vllm.worker_side.worker import _warn_of_rope
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
+pytestmark = VLLM_MARKS
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Answers in the form of the OpenAI API: complete bodies and stream chunks, for completions and chat."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +50,8 @@ class Choice:
         self.stages = output.stages or self.stages
 
 
-class Reply:
-    """Collects the outputs of one job and writes the answer."""
+class Reply(ABC):
+    """Collects the outputs of one job and writes the answer; each endpoint writes its choices in its own way."""
 
     object_whole = ""
     object_chunk = ""
@@ -176,19 +177,21 @@ class Reply:
     def _with_top(self) -> bool:
         return bool(self._job.num_top_logprobs)
 
+    @abstractmethod
     def _written(self, index: int, entries: Sequence[Entry]) -> list[Any]:
         """Returns entries as this endpoint writes them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _logprobs(self, written: list[Any] | None) -> dict[str, Any] | None:
         """Returns `logprobs` of a choice or a chunk; None if they were not asked for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """Returns a choice of an answer that is not streamed."""
 
+    @abstractmethod
     def _chunk_choice(self, index: int, output: Output, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """Returns a choice of a chunk of a stream; `first` says that it is the first one of this choice."""
 
 
 class CompletionReply(Reply):
