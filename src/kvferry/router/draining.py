@@ -9,38 +9,29 @@ error event, any other request 503.
 """
 
 import asyncio
-import logging
-import time
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvferry.router.dispatch import Dispatch
 from kvferry.web.api_errors import ApiError
+from kvferry.web.drain import Drain
 
 __all__ = ["RouterDraining"]
 
-logger = logging.getLogger(__name__)
 
-
-class RouterDraining:
-    """The drain of one router. It is used on the event loop."""
+class RouterDraining(Drain):
+    """The drain of one router."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._begun = asyncio.Event()
+        super().__init__(timeout_s)
         self._open: set[Dispatch] = set()
         self._none_open = asyncio.Event()
         self._none_open.set()
 
     @property
-    def begun(self) -> bool:
-        """True once a drain has begun: no new requests are taken."""
-        return self._begun.is_set()
-
-    @property
     def num_open(self) -> int:
-        """The number of requests that are open."""
+        """Implements Drain.num_open."""
         return len(self._open)
 
     def check(self) -> None:
@@ -62,26 +53,11 @@ class RouterDraining:
         if not self._open:
             self._none_open.set()
 
-    def begin(self, reason: str) -> None:
-        """Stops taking new requests. Idempotent; never blocks."""
-        if not self.begun:
-            logger.info("draining cause=%s open=%d timeout_s=%g", reason, self.num_open, self._timeout_s)
-            self._begun.set()
+    async def _finish(self) -> None:
+        await self._none_open.wait()
 
-    async def wait_ended(self) -> None:
-        """Waits until a drain has begun, and has ended or taken its time."""
-        await self._begun.wait()
-        began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._none_open.wait()
-        except TimeoutError:
-            logger.warning(
-                "drain timed out, open requests are cut off open=%d after_s=%g", self.num_open, self._timeout_s
-            )
-            self.cut(f"this router had to end, after {self._timeout_s:g} s (--drain-timeout)")
-        else:
-            logger.info("drained after_s=%.3f", time.monotonic() - began_s)
+    async def _cut_off(self) -> None:
+        self.cut(f"this router had to end, after {self._timeout_s:g} s (--drain-timeout)")
 
     def cut(self, reason: str) -> None:
         """Ends every open request with an error. Never blocks; their handlers end soon."""

@@ -7,7 +7,7 @@ takes: the side channel, the handshake and its verdict, the layouts, the grant, 
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvferry.cli.doctor.prefill_end import in_mode
 from kvferry.cli.doctor.steps import Planned, Step, StepFailed, tried
@@ -70,9 +70,10 @@ class HandoffCheck:
             yield self._of(mode, f"{size} handed over", self._hand_over, ExitCode.BAD_TRANSFER, self._remedy)
             yield self._of(mode, "every block is free again", self._check_blocks, ExitCode.BAD_TRANSFER, self._remedy)
 
-    def _of(self, mode: TransferMode, name: str, action: object, code: ExitCode, remedy: str) -> Planned:
-        assert callable(action), "a method of this class"
-        return Planned(f"{mode}: {name}", lambda: str(action(mode)), code, remedy)
+    def _of(
+        self, mode: TransferMode, name: str, action: Callable[[TransferMode], str], code: ExitCode, remedy: str
+    ) -> Planned:
+        return Planned(f"{mode}: {name}", lambda: action(mode), code, remedy)
 
     def _remaining_s(self) -> float:
         remaining_s = self._end_s - time.monotonic()

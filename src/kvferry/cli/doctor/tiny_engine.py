@@ -6,7 +6,7 @@ It has a real connector: side channel, handshake, driver, transport, leases and 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +43,11 @@ class _Request:
     """What the scheduler half reads of a request (connector.base.RequestView), and its blocks."""
 
     request_id: RequestId
+    """The transfer id: a request of the doctor is one hand-off."""
     prompt: list[int]
     handoff: HandoffParams | None
     blocks: tuple[int, ...]
     on_failure: FailurePolicy | None = FailurePolicy.RECOMPUTE
-
     salt: str = ""
 
     @property
@@ -63,14 +63,6 @@ class _Request:
         return (BlockTable(0, 0, self.blocks),)
 
 
-@dataclass(eq=False)
-class _Ends:
-    """What the worker half has reported and `decode` has not yet taken."""
-
-    landed: dict[TransferId, Landed] = field(default_factory=dict)
-    failed: dict[TransferId, str] = field(default_factory=dict)
-
-
 class TinyEngine:
     """One engine of one rank. Any thread may call any method; `start` makes a thread that steps it."""
 
@@ -83,7 +75,8 @@ class TinyEngine:
         self._cache = np.zeros((self.num_blocks, len(LAYERS), 2, HEADS, block_tokens, HEAD_DIM), np.float32)
         self._free = set(range(self.num_blocks))
         self._held: dict[TransferId, tuple[int, ...]] = {}
-        self._ends = _Ends()
+        self._landed: dict[TransferId, Landed] = {}
+        self._failed: dict[TransferId, str] = {}
         self._lock = threading.RLock()
         self._wake = threading.Event()
         self._closed = False
@@ -149,13 +142,7 @@ class TinyEngine:
             for index, block in enumerate(request.blocks):
                 self._cache[block] = self._computed(prompt, index)
             self._half.computed(request, request.tables, len(prompt))
-            held, params = self._half.request_finished(
-                request, request.tables, len(prompt), first_token=None, aborted=False
-            )
-            if held is None:
-                self._free.update(request.blocks)
-            else:
-                self._held[held] = request.blocks
+            params = self._end(request, aborted=False)
         self._step()
         return params
 
@@ -170,13 +157,18 @@ class TinyEngine:
             return self._fetch(request, timeout_s)
         finally:
             with self._lock:
-                held, _ = self._half.request_finished(
-                    request, request.tables, len(prompt), first_token=None, aborted=True
-                )
-                if held is None:
-                    self._free.update(request.blocks)
-                else:
-                    self._held[held] = request.blocks
+                self._end(request, aborted=True)
+
+    def _end(self, request: _Request, *, aborted: bool) -> HandoffParams | None:
+        """Ends a request. Its blocks are free at once, or when `_take` learns that no peer touches them any more."""
+        held, params = self._half.request_finished(
+            request, request.tables, request.num_prompt_tokens, first_token=None, aborted=aborted
+        )
+        if held is None:
+            self._free.update(request.blocks)
+        else:
+            self._held[held] = request.blocks
+        return params
 
     def _fetch(self, request: _Request, timeout_s: float) -> Landed:
         matched, reason = 0, ""
@@ -193,13 +185,12 @@ class TinyEngine:
             raise TransferError(reason or f"only {matched} of {request.num_prompt_tokens} tokens are handed over")
         with self._lock:
             self._half.after_alloc(request, request.tables, 0)
-        ends, transfer = self._ends, TransferId(request.handoff.transfer_id or "") if request.handoff else None
-        assert transfer is not None, "decode is given the parameters of a hand-off"
-        self._until(lambda: transfer in ends.landed or transfer in ends.failed, timeout_s, "the KV")
-        if transfer in ends.failed:
-            raise TransferError(ends.failed.pop(transfer))
+        transfer = TransferId(request.request_id)
+        self._until(lambda: transfer in self._landed or transfer in self._failed, timeout_s, "the KV")
+        if transfer in self._failed:
+            raise TransferError(self._failed.pop(transfer))
         self._compare(request)
-        return ends.landed.pop(transfer)
+        return self._landed.pop(transfer)
 
     def _compare(self, request: _Request) -> None:
         left = request.num_prompt_tokens
@@ -238,8 +229,8 @@ class TinyEngine:
             self._worker.start_step(self._half.build_orders())
 
     def _take(self, outcome: Outcome) -> None:
-        self._ends.landed.update({one.transfer: one for one in outcome.landed})
-        self._ends.failed.update({one.transfer: one.reason for one in (*outcome.failed, *outcome.fatal)})
+        self._landed.update({one.transfer: one for one in outcome.landed})
+        self._failed.update({one.transfer: one.reason for one in (*outcome.failed, *outcome.fatal)})
         for transfer in outcome.released:
             self._free.update(self._held.pop(transfer, ()))
 

@@ -7,17 +7,13 @@ SERVING -> DRAINING   `begin`, by SIGTERM or POST /v1/kvferry/drain. New request
 """
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.engines.mini.server.engine_thread import EngineThread
-from kvferry.errors import FerryError
+from kvferry.web.drain import Drain
 
 __all__ = ["Draining", "Drains"]
-
-logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.05
 
@@ -35,47 +31,26 @@ class Drains(Protocol):
         ...
 
 
-class Draining:
-    """The drain of one server. Used on the event loop."""
+class Draining(Drain):
+    """The drain of one worker."""
 
     def __init__(
         self, engine: EngineThread, worker: Drains, *, num_answering: Callable[[], int], timeout_s: float
     ) -> None:
+        super().__init__(timeout_s)
         self._engine = engine
         self._worker = worker
         self._num_answering = num_answering
-        self._timeout_s = timeout_s
-        self._begun = asyncio.Event()
 
     @property
-    def begun(self) -> bool:
-        """Whether a drain has begun: no new requests are taken."""
-        return self._begun.is_set()
+    def num_open(self) -> int:
+        """Implements Drain.num_open."""
+        return self._num_answering()
 
-    def begin(self, reason: str) -> None:
-        """Stops taking new requests. Idempotent; never blocks."""
-        if not self.begun:
-            logger.info("draining cause=%s open=%d timeout_s=%g", reason, self._num_answering(), self._timeout_s)
-            self._begun.set()
+    async def _cut_off(self) -> None:
+        await self._engine.stop()  # its clients get an error while the server can still send one
 
-    async def wait_ended(self) -> None:
-        """Waits until a drain has begun, and has ended or taken `timeout_s`. Never raises for what is left open."""
-        await self._begun.wait()
-        began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._end()
-        except TimeoutError:
-            logger.warning(
-                "drain timed out, open requests are cut off open=%d after_s=%g", self._num_answering(), self._timeout_s
-            )
-            await self._engine.stop()  # its clients get an error while the server can still send one
-        except FerryError as error:
-            logger.warning("drain ends cause=%s", error)  # the engine has failed: nothing will finish any more
-        else:
-            logger.info("drained after_s=%.3f", time.monotonic() - began_s)
-
-    async def _end(self) -> None:
+    async def _finish(self) -> None:
         while self._num_answering():
             await asyncio.sleep(_LOOK_EVERY_S)
         # Not earlier: the KV of an open request may yet be claimed for the first time, and must be served then.
