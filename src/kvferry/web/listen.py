@@ -9,14 +9,15 @@ import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from kvferry.errors import ConfigError
+from kvferry.web.drain import Drain
 
-__all__ = ["Drain", "Listener", "announce", "check_ready_file", "serve_until_signal", "url_of"]
+__all__ = ["Listener", "announce", "check_ready_file", "serve_until_signal", "url_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -150,18 +151,6 @@ def _withdraw(path: Path, content: bytes, pid: int) -> None:
     with contextlib.suppress(OSError):
         if os.getpid() == pid and path.read_bytes() == content:
             path.unlink()
-
-
-class Drain(Protocol):
-    """A way to end a server without cutting off open requests."""
-
-    def begin(self, reason: str) -> None:
-        """Stops taking new requests. Idempotent; never blocks."""
-        ...
-
-    async def wait_ended(self) -> None:
-        """Waits until a drain has begun and has ended."""
-        ...
 
 
 async def serve_until_signal(listener: Listener, drain: Drain | None = None) -> None:
