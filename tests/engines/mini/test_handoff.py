@@ -1,164 +1,37 @@
-"""All outcomes of a hand-off as the engine sees them; the connector is a fake, and the KV is real."""
+"""All outcomes of a hand-off on decode as the engine sees them; the connector is a fake, and the KV is real."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from kvferry.connector.base import Match, Outcome
-from kvferry.engines.mini.api import FinishReason, Output
-from kvferry.engines.mini.engine import Engine
+from kvferry.engines.mini.api import FinishReason
 from kvferry.ids import RequestId
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
 from tests.engines.mini.conftest import MakeEngine, ask, cache_of, finish, prompt_of, tokens_of
-from tests.harness.fake_connector import FakeConnector, copy_tokens
+from tests.engines.mini.sides import (
+    FROM_REMOTE,
+    Side,
+    answer_alone,
+    bring,
+    finish_one,
+    new_side,
+    prefilled,
+    until_waiting,
+)
+from tests.harness.fake_connector import copy_tokens
 
 pytestmark = pytest.mark.engine
-
-FOR_REMOTE = HandoffParams(do_remote_decode=True)
-FROM_REMOTE = HandoffParams(do_remote_prefill=True)
-Side = tuple[Engine, FakeConnector]
 
 
 @pytest.fixture
 def make_side(make_engine: MakeEngine) -> Callable[..., Side]:
-    """An engine and its connector."""
-
-    def make(**changes: Any) -> Side:
-        found: list[FakeConnector] = []
-
-        def connect(cache: Any) -> tuple[FakeConnector, FakeConnector]:
-            found.append(FakeConnector(cache))
-            return found[0], found[0]
-
-        return make_engine(connector=connect, **changes), found[0]
-
-    return make
-
-
-def _alone(make_engine: MakeEngine, prompt: list[int], **sampling: Any) -> list[Output]:
-    engine = make_engine(prefix_caching=False, max_batch_tokens=256)
-    engine.add(ask("r", prompt, **sampling))
-    return finish(engine)["r"]
-
-
-def _prefilled(side: Side, prompt: list[int], **sampling: Any) -> HandoffParams:
-    engine, _ = side
-    engine.add(ask("p", prompt, FOR_REMOTE, **sampling))
-    last = finish(engine)["p"][-1]
-    assert last.handoff is not None
-    return last.handoff
-
-
-def _until_waiting(engine: Engine) -> None:
-    for _ in range(3):
-        assert engine.step() == []
-        engine.check()
-    assert engine.stats().waiting_for_kv == 1
-
-
-def _bring(source: Side, target: Side, name: str, stop: int, difference: str = "") -> None:
-    """Copies what decode needs from the prefill request `p`."""
-    (_, p), (_, d) = source, target
-    request = next(request for request in d.tables if request == name)
-    copy_tokens(p.cache, p.tables[next(iter(p.tables))], d.cache, d.tables[request], d.cached[request], stop)
-    d.land(name, stop, difference=difference)
-
-
-# Prefill
-
-
-def test_prefill_computes_the_prompt_reports_progress_and_keeps_the_blocks(make_side: Callable[..., Side]) -> None:
-    engine, connector = make_side(max_batch_tokens=16)
-    engine.add(ask("p", prompt_of(40), FOR_REMOTE, max_tokens=100))
-    outputs = finish(engine)["p"]
-    assert connector.progress[RequestId("p")] == [16, 32, 40]
-    assert len(tokens_of(outputs)) == 1
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    first = connector.first_tokens[RequestId("p")]
-    assert first is not None
-    assert first.token == tokens_of(outputs)[0]
-    assert outputs[-1].handoff is not None
-    assert outputs[-1].handoff.remote_num_tokens == 40
-    # R25: the blocks stay until they are released.
-    assert engine.blocks.num_held == 3
-    assert engine.blocks.num_free == engine.blocks.num_usable - 3
-    connector.release("p")
-    finish(engine)
-    assert engine.blocks.num_held == 0
-
-
-def test_held_blocks_are_not_reused(make_side: Callable[..., Side]) -> None:  # R28
-    engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
-    engine.add(ask("p", prompt_of(48), FOR_REMOTE))
-    finish(engine)
-    held = list(connector.tables[RequestId("p")][0].block_ids)
-    before = cache_of(engine).data[held].clone()
-    for i in range(3):
-        engine.add(ask(str(i), prompt_of(70, seed=i)))
-        finish(engine)
-    assert torch.equal(cache_of(engine).data[held], before)
-    connector.release("p")
-    finish(engine)
-
-
-def test_a_request_waits_for_held_blocks_and_then_runs(make_side: Callable[..., Side]) -> None:
-    engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
-    engine.add(ask("p", prompt_of(64), FOR_REMOTE))
-    finish(engine)
-    engine.add(ask("next", prompt_of(100)))
-    for _ in range(5):
-        assert engine.step() == []
-    assert engine.stats().waiting == 1
-    connector.release("p")
-    assert len(tokens_of(finish(engine)["next"])) == 8
-
-
-def test_a_prefill_that_ends_with_its_first_token_hands_nothing_over(make_side: Callable[..., Side]) -> None:
-    engine, connector = make_side()
-    engine.add(ask("p", prompt_of(20), FOR_REMOTE, ignore_eos=False, logit_bias={0: 100.0}))
-    last = finish(engine)["p"][-1]
-    assert last.finish_reason is FinishReason.STOP
-    assert last.handoff is None
-    assert "finished p aborted" in connector.seen
-    connector.release("p")
-    finish(engine)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2])
-def test_abort_of_a_prefill_keeps_what_was_offered(make_side: Callable[..., Side], steps: int) -> None:  # R28
-    engine, connector = make_side(max_batch_tokens=16)
-    engine.add(ask("p", prompt_of(40), FOR_REMOTE))
-    for _ in range(steps):
-        engine.step()
-    engine.abort(RequestId("p"))
-    finish(engine)
-    assert engine.blocks.num_held == (3 if steps else 0)
-    connector.release("p")
-    finish(engine)
-    assert engine.blocks.num_held == 0
-
-
-def test_an_offered_prefill_is_not_preempted(make_side: Callable[..., Side]) -> None:  # R28
-    # There are two tokens per step: one of the old request's answer, one of the prefill, which takes 34 steps.
-    engine, connector = make_side(num_blocks=1 + 12, block_tokens=4, max_batch_tokens=2, prefix_caching=False)
-    engine.add(ask("old", prompt_of(8), max_tokens=30))
-    for _ in range(4):
-        engine.step()
-    engine.add(ask("p", prompt_of(34), FOR_REMOTE))
-    while engine.stats().preemptions == 0:
-        engine.step()
-    assert [request.request_id for request in engine.scheduler.running] == ["p"], "the old one had to go itself"
-    assert finish_one(engine, "p").finish_reason is FinishReason.LENGTH  # the fake asserts it in `preempted`
-    connector.release("p")
-    assert finish_one(engine, "old").finish_reason is FinishReason.LENGTH
-
-
-# Decode
+    return partial(new_side, make_engine)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 64])
@@ -167,14 +40,14 @@ def test_decode_continues_after_the_prompt_and_computes_none_of_it(
     make_engine: MakeEngine, make_side: Callable[..., Side], length: int, blocks: tuple[int, int]
 ) -> None:  # R36
     prompt = prompt_of(length, seed=length)
-    alone = tokens_of(_alone(make_engine, prompt))
+    alone = tokens_of(answer_alone(make_engine, prompt))
     p, d = make_side(block_tokens=blocks[0]), make_side(block_tokens=blocks[1])
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     engine, connector = d
     engine.add(ask("d", prompt, params))
-    _until_waiting(engine)
+    until_waiting(engine)
     assert engine.stats().steps == 0
-    _bring(p, d, "d", length)
+    bring(p, d, "d", length)
     outputs = finish(engine)["d"]
     assert tokens_of(outputs) == alone
     assert engine.stats().steps == 7, "the first token was adopted; seven were computed, a step each"
@@ -190,12 +63,12 @@ def test_without_a_first_token_only_the_last_prompt_token_is_computed(
     make_engine: MakeEngine, make_side: Callable[..., Side]
 ) -> None:
     prompt = prompt_of(40)
-    alone = tokens_of(_alone(make_engine, prompt))
+    alone = tokens_of(answer_alone(make_engine, prompt))
     p, d = make_side(), make_side()
-    _prefilled(p, prompt)
+    prefilled(p, prompt)
     d[0].add(ask("d", prompt, FROM_REMOTE))
-    _until_waiting(d[0])
-    _bring(p, d, "d", 40)
+    until_waiting(d[0])
+    bring(p, d, "d", 40)
     outputs = finish(d[0])["d"]
     assert tokens_of(outputs) == alone
     account = outputs[-1].account
@@ -210,11 +83,11 @@ def test_a_first_token_that_comes_with_the_last_byte_is_adopted(
     make_engine: MakeEngine, make_side: Callable[..., Side]
 ) -> None:  # push mode
     prompt = prompt_of(40)
-    alone = tokens_of(_alone(make_engine, prompt))
+    alone = tokens_of(answer_alone(make_engine, prompt))
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("d", prompt, FROM_REMOTE))
-    _until_waiting(d[0])
+    until_waiting(d[0])
     copy_tokens(p[1].cache, p[1].tables["p"], d[1].cache, d[1].tables["d"], 0, 40)  # type: ignore[index]
     assert params.first_token is not None
     d[1].land("d", 40, note=encode_first_token(FirstToken(token=params.first_token)))
@@ -230,13 +103,13 @@ def test_a_first_token_that_comes_with_the_last_byte_is_adopted(
 def test_a_bad_first_token_is_not_used(make_engine: MakeEngine, make_side: Callable[..., Side], note: bytes) -> None:
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    _prefilled(p, prompt)
+    prefilled(p, prompt)
     d[0].add(ask("d", prompt, HandoffParams(do_remote_prefill=True, first_token=-3)))
-    _until_waiting(d[0])
+    until_waiting(d[0])
     copy_tokens(p[1].cache, p[1].tables["p"], d[1].cache, d[1].tables["d"], 0, 40)  # type: ignore[index]
     d[1].land("d", 40, note=note)
     outputs = finish(d[0])["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     assert outputs[-1].account is not None
     assert outputs[-1].account.recomputed == 1
     p[1].release("p")
@@ -246,12 +119,12 @@ def test_a_bad_first_token_is_not_used(make_engine: MakeEngine, make_side: Calla
 def test_a_shorter_hand_off_is_completed_by_decode(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    _prefilled(p, prompt)
+    prefilled(p, prompt)
     d[0].add(ask("d", prompt, HandoffParams(do_remote_prefill=True, remote_num_tokens=37)))
-    _until_waiting(d[0])
-    _bring(p, d, "d", 37)
+    until_waiting(d[0])
+    bring(p, d, "d", 37)
     outputs = finish(d[0])["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.cached, account.recomputed) == (37, 0, 3)
@@ -262,15 +135,15 @@ def test_a_shorter_hand_off_is_completed_by_decode(make_engine: MakeEngine, make
 def test_own_prefix_hits_are_not_requested(make_engine: MakeEngine, make_side: Callable[..., Side]) -> None:  # R30
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("warm", prompt[:20]))
     finish(d[0])
     d[0].add(ask("d", prompt, params))
-    _until_waiting(d[0])
+    until_waiting(d[0])
     assert d[1].cached["d"] == 16  # type: ignore[index]
-    _bring(p, d, "d", 40)
+    bring(p, d, "d", 40)
     outputs = finish(d[0])["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.cached, account.recomputed) == (24, 16, 0)
@@ -283,14 +156,14 @@ def test_a_prompt_that_is_all_cached_starts_at_once_and_is_reported(
 ) -> None:  # R30
     prompt = prompt_of(48)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("warm", prompt))
     finish(d[0])
     steps = d[0].stats().steps
     d[0].add(ask("d", prompt, params))
     outputs = finish(d[0])["d"]
     assert "alloc d" in d[1].seen, "the connector must learn of it, to free prefill's blocks"
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     assert d[0].stats().steps == steps + 7
     account = outputs[-1].account
     assert account is not None
@@ -306,36 +179,26 @@ def test_blocks_in_transit_serve_no_other_request(
 ) -> None:  # I2
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("d", prompt, params))
-    _until_waiting(d[0])
+    until_waiting(d[0])
     d[0].add(ask("same", prompt))
     account = finish_one(d[0], "same").account
     assert account is not None
     assert account.cached == 0
-    _bring(p, d, "d", 40)
+    bring(p, d, "d", 40)
     finish(d[0])
     p[1].release("p")
     finish(p[0])
 
 
-def finish_one(engine: Engine, name: str) -> Output:
-    """Steps until `name` has ended."""
-    for _ in range(200):
-        for output in engine.step():
-            if output.request_id == name and output.finish_reason:
-                return output
-        engine.check()
-    raise AssertionError(f"{name} did not end")
-
-
 def test_landed_blocks_serve_others(make_side: Callable[..., Side]) -> None:
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("d", prompt, params))
-    _until_waiting(d[0])
-    _bring(p, d, "d", 40)
+    until_waiting(d[0])
+    bring(p, d, "d", 40)
     first = tokens_of(finish(d[0])["d"])
     d[0].add(ask("same", prompt))
     outputs = finish(d[0])["same"]
@@ -352,7 +215,7 @@ def test_a_failed_hand_off_is_computed_by_decode_in_other_blocks(
     prompt = prompt_of(40)
     engine, connector = make_side()
     engine.add(ask("d", prompt, HandoffParams(do_remote_prefill=True, first_token=5)))
-    _until_waiting(engine)
+    until_waiting(engine)
     suspect = set(connector.tables["d"][0].block_ids)  # type: ignore[index]
     connector.fail("d")
     engine.step()
@@ -361,7 +224,7 @@ def test_a_failed_hand_off_is_computed_by_decode_in_other_blocks(
     request = engine.scheduler.running[0]
     assert not suspect & set(request.block_ids)
     outputs = finish(engine)["d"]
-    assert tokens_of(_alone(make_engine, prompt))[1:] == tokens_of(outputs)[-7:]
+    assert tokens_of(answer_alone(make_engine, prompt))[1:] == tokens_of(outputs)[-7:]
     account = outputs[-1].account
     assert account is not None
     assert (account.recomputed, account.reason) == (40, "the peer is gone")
@@ -376,16 +239,16 @@ def test_what_arrived_complete_of_a_failed_hand_off_is_kept(
 ) -> None:  # R29
     prompt = prompt_of(40)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     d[0].add(ask("d", prompt, params))
-    _until_waiting(d[0])
+    until_waiting(d[0])
     request = next(iter(d[0].scheduler.waiting_for_kv.values()))
     copy_tokens(p[1].cache, next(iter(p[1].tables.values())), d[1].cache, request.tables, 0, 37)
     blocks = list(request.block_ids)
     cache_of(d[0]).data[blocks[-1]] = float("nan")  # what a faulty peer may leave of an incomplete block
     d[1].fail("d", arrived=37, released=True)
     outputs = finish(d[0])["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.recomputed, account.reason) == (32, 8, "the peer is gone")
@@ -398,7 +261,7 @@ def test_what_arrived_complete_of_a_failed_hand_off_is_kept(
 def test_by_policy_a_failed_hand_off_ends_the_request(make_side: Callable[..., Side]) -> None:  # R29
     engine, connector = make_side()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
-    _until_waiting(engine)
+    until_waiting(engine)
     connector.fail("d", recompute=False)
     last = finish(engine)["d"][-1]
     assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the peer is gone")
@@ -423,7 +286,7 @@ def test_the_connector_may_report_that_nothing_comes(make_engine: MakeEngine, ma
     connector.answers = [Match(reason="the peer was refused")]
     engine.add(ask("d", prompt, FROM_REMOTE))
     outputs = finish(engine)["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, prompt))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, prompt))
     account = outputs[-1].account
     assert account is not None
     assert (account.recomputed, account.reason) == (40, "the peer was refused")
@@ -446,7 +309,7 @@ def test_an_aborted_waiting_decode_keeps_its_blocks_until_they_are_released(
 ) -> None:  # R28
     engine, connector = make_side()
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
-    _until_waiting(engine)
+    until_waiting(engine)
     engine.abort(RequestId("d"))
     finish(engine)
     assert engine.blocks.num_held == 3
@@ -466,17 +329,17 @@ def test_a_landed_request_may_be_preempted_and_then_computes_itself(
     prompt = prompt_of(24)
     p = make_side(block_tokens=4)
     d = make_side(num_blocks=1 + 14, block_tokens=4, prefix_caching=False)
-    params = _prefilled(p, prompt)
+    params = prefilled(p, prompt)
     engine, connector = d
     engine.add(ask("old", prompt_of(12, seed=5), max_tokens=30))
     engine.step()
     engine.add(ask("d", prompt, params, max_tokens=20))
     engine.step()
-    _bring(p, d, "d", 24)
+    bring(p, d, "d", 24)
     outputs = finish(engine)
     assert engine.stats().preemptions > 0
     assert connector.seen.count("alloc d") == 1, "the hand-off is over: it is not asked for again"
-    assert tokens_of(outputs["d"]) == tokens_of(_alone(make_engine, prompt, max_tokens=20))
+    assert tokens_of(outputs["d"]) == tokens_of(answer_alone(make_engine, prompt, max_tokens=20))
     account = outputs["d"][-1].account
     assert account is not None
     assert (account.handed_over, account.recomputed, account.reason) == (24, 0, ""), "as at its first token"
@@ -498,12 +361,12 @@ def test_logprobs_and_seeds_continue_across_the_hand_off(
 ) -> None:
     prompt = prompt_of(40)
     sampling = {"temperature": 0.9, "seed": 11, "logprobs": 2, "frequency_penalty": 0.5}
-    alone = _alone(make_engine, prompt, **sampling)
+    alone = answer_alone(make_engine, prompt, **sampling)
     p, d = make_side(), make_side()
-    params = _prefilled(p, prompt, **sampling)
+    params = prefilled(p, prompt, **sampling)
     d[0].add(ask("d", prompt, params, **sampling))
-    _until_waiting(d[0])
-    _bring(p, d, "d", 40)
+    until_waiting(d[0])
+    bring(p, d, "d", 40)
     outputs = finish(d[0])["d"]
     assert tokens_of(outputs) == tokens_of(alone)
     got, want = ([lp for output in side for lp in output.logprobs] for side in (outputs, alone))
@@ -517,7 +380,7 @@ def test_timing_reports_what_the_hand_off_cost(make_side: Callable[..., Side]) -
     clock = FakeClock()
     engine, connector = make_side(clock=clock)
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
-    _until_waiting(engine)
+    until_waiting(engine)
     clock.advance(2.0)
     connector.land("d", 40)
     timing = finish(engine)["d"][-1].timing
@@ -532,7 +395,7 @@ def test_blocks_are_cleared_before_they_are_offered_to_a_peer(make_side: Callabl
     engine, connector = make_side(num_blocks=1 + 8, prefix_caching=False)
     cache_of(engine).data[1:] = float("nan")
     engine.add(ask("d", prompt_of(40), FROM_REMOTE))
-    _until_waiting(engine)
+    until_waiting(engine)
     blocks = list(connector.tables["d"][0].block_ids)  # type: ignore[index]
     assert not torch.count_nonzero(cache_of(engine).data[blocks])
     connector.fail("d")
@@ -560,17 +423,17 @@ def test_a_first_token_that_the_client_has_is_kept_whatever_happens_to_the_kv(
     make_engine: MakeEngine, make_side: Callable[..., Side], sent: bool
 ) -> None:
     prompt = prompt_of(40)
-    alone = tokens_of(_alone(make_engine, prompt))
+    alone = tokens_of(answer_alone(make_engine, prompt))
     engine, connector = make_side()
     other = (alone[0] + 1) % 50 + 3
     given = HandoffParams(do_remote_prefill=True, first_token=other)
     engine.add(replace(ask("d", prompt, given), first_token_sent=sent))
-    _until_waiting(engine)
+    until_waiting(engine)
     connector.fail("d", released=True)
     tokens = tokens_of(finish(engine)["d"])
     if sent:
         assert tokens[0] == other
-        assert tokens[1:] == tokens_of(_alone(make_engine, [*prompt, other]))[:7]  # it continues from that token
+        assert tokens[1:] == tokens_of(answer_alone(make_engine, [*prompt, other]))[:7]  # it continues from that token
     else:
         assert tokens == alone
 
@@ -582,14 +445,14 @@ def test_after_another_prompts_hand_off_only_the_common_prefix_is_used(
     prefill, decode = make_side(), make_side()
     theirs = prompt_of(80)
     ours = [*theirs[:37], *reversed(theirs[37:])]
-    params = _prefilled(prefill, theirs)
+    params = prefilled(prefill, theirs)
     assert params.first_token is not None
     engine, _ = decode
     engine.add(ask("d", ours, params))
-    _until_waiting(engine)
-    _bring(prefill, decode, "d", 37, "prefill computed another prompt")
+    until_waiting(engine)
+    bring(prefill, decode, "d", 37, "prefill computed another prompt")
     outputs = finish(engine)["d"]
-    right = tokens_of(_alone(make_engine, ours))
+    right = tokens_of(answer_alone(make_engine, ours))
     assert tokens_of(outputs) == right
     account = outputs[-1].account
     assert account is not None
@@ -597,7 +460,7 @@ def test_after_another_prompts_hand_off_only_the_common_prefix_is_used(
     assert account.reason == "prefill computed another prompt"
     for prompt, name in ((ours, "again"), (theirs, "theirs")):
         engine.add(ask(name, prompt))
-        assert tokens_of(finish(engine)[name]) == tokens_of(_alone(make_engine, prompt))
+        assert tokens_of(finish(engine)[name]) == tokens_of(answer_alone(make_engine, prompt))
 
 
 def test_a_first_token_for_another_prompt_is_not_used(make_side: Callable[..., Side], make_engine: MakeEngine) -> None:
@@ -605,13 +468,13 @@ def test_a_first_token_for_another_prompt_is_not_used(make_side: Callable[..., S
     prefill, decode = make_side(), make_side()
     theirs = prompt_of(49)
     ours = theirs[:-1]
-    params = _prefilled(prefill, theirs)
+    params = prefilled(prefill, theirs)
     engine, _ = decode
     engine.add(ask("d", ours, params))
-    _until_waiting(engine)
-    _bring(prefill, decode, "d", 48, "prefill computed another prompt")
+    until_waiting(engine)
+    bring(prefill, decode, "d", 48, "prefill computed another prompt")
     outputs = finish(engine)["d"]
-    assert tokens_of(outputs) == tokens_of(_alone(make_engine, ours))
+    assert tokens_of(outputs) == tokens_of(answer_alone(make_engine, ours))
     account = outputs[-1].account
     assert account is not None
     assert (account.handed_over, account.recomputed) == (47, 1)
@@ -624,14 +487,14 @@ def test_kv_of_a_failed_hand_off_never_enters_the_prefix_cache(
     """R51: whatever bytes have come, and whether the request keeps its blocks or gets others."""
     prefill, decode = make_side(), make_side()
     theirs, ours = prompt_of(64), prompt_of(65)[1:]
-    params = _prefilled(prefill, theirs)
+    params = prefilled(prefill, theirs)
     engine, connector = decode
     engine.add(ask("d", ours, params))
-    _until_waiting(engine)
+    until_waiting(engine)
     (_, p) = prefill
     copy_tokens(p.cache, p.tables[RequestId("p")], connector.cache, connector.tables[RequestId("d")], 0, 64)
     connector.fail("d", released=released)
-    right = tokens_of(_alone(make_engine, ours))
+    right = tokens_of(answer_alone(make_engine, ours))
     assert tokens_of(finish(engine)["d"]) == right
     engine.add(ask("again", ours))
     assert tokens_of(finish(engine)["again"]) == right
