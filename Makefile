@@ -50,7 +50,7 @@ demo: setup  ## the main job on a real model: prefill worker, decode worker, rou
 
 test: test-unit test-process  ## the tests, but for those that take long and those that need vLLM
 
-test-unit: setup  ## no process, no model, nothing slow: about two minutes on two cores
+test-unit: setup  ## no process, no model, nothing slow: a few minutes on two cores
 	$(BIN)/python -m pytest -q -n auto -m 'not process and not engine and not slow and not vllm'
 
 test-process: setup setup-gemma  ## models, and real processes over real NIXL: two files at a time
@@ -106,7 +106,7 @@ pictures: setup  ## docs/pictures: crossing.svg, by the cost model without a cal
 load: setup  ## 2 + 2 workers under load, killed in turn; AIPERF=DIR/bin/aiperf makes the load (else our own clients)
 	$(BIN)/python -m tests.e2e.under_load $(if $(AIPERF),--aiperf $(AIPERF)) --seconds 120
 
-soak: setup  ## does memory grow? real workers under 20,000 requests, and 20,000 in push with speculation; a quarter of an hour
+soak: setup  ## does memory grow? real workers under 20,000 requests, and 20,000 in push with speculation; up to an hour
 	$(BIN)/python -m tests.e2e.soak --requests 20000 --mode pull
 	$(BIN)/python -m tests.e2e.soak --requests 20000 --mode push --spec '{"method": "ngram", "num_speculative_tokens": 3}'
 

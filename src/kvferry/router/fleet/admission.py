@@ -13,7 +13,6 @@ import time
 from typing import Protocol
 
 from kvferry.router.fleet.failures import FailedAttempts
-from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.policies import PromptEstimate
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet, long_enough
@@ -21,9 +20,6 @@ from kvferry.router.settings import RouterSettings
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["Admission", "Demand"]
-
-_STAYS_UP = frozenset({Outcome.REFUSED, Outcome.REQUEST_FAILED, Outcome.HANDOFF_FAILED, Outcome.SERVER_ERROR})
-"""Outcomes that the worker itself reported, and after which it goes on."""
 
 
 class Demand(Protocol):
@@ -110,8 +106,7 @@ class Admission:
         latest_s = -math.inf
         for failure in failed.of_decode:
             worker, failed_s = failure.worker, failed.decode.get(failure.worker)
-            is_up = failure.outcome in _STAYS_UP
-            if failed_s is None or worker.unusable_reason is not None or is_up:
+            if failed_s is None or worker.unusable_reason is not None or failure.consequence.goes_on:
                 continue
             if worker.report.asked_s <= failed_s:
                 self._fleet.ask_soon(worker)

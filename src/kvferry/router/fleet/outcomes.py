@@ -70,6 +70,8 @@ class Consequence:
     """True if the worker may have worked on the request."""
     reported: bool = False
     """True if the worker itself reported it: it holds nothing of the request any more."""
+    goes_on: bool = False
+    """True if it is certain that the worker is still up: nothing has to wait until it has been asked again."""
 
 
 OUTCOMES: Mapping[Outcome, Consequence] = {
@@ -82,25 +84,25 @@ OUTCOMES: Mapping[Outcome, Consequence] = {
     ),
     Outcome.REFUSED: Consequence(
         "it answers 4xx: the client has to change the request", Retry.NO, Counts.NONE, 0, "",
-        reported=True,
+        reported=True, goes_on=True,
     ),
     Outcome.TOO_LONG: Consequence(
         "it answers 400 `context_length_exceeded`, and another worker takes longer requests", Retry.YES, Counts.NONE,
-        400, "context_length_exceeded", reported=True,
+        400, "context_length_exceeded", reported=True, goes_on=True,
     ),
     Outcome.REQUEST_FAILED: Consequence(
         "it answers 500 `request_failed`: the request itself cannot be computed", Retry.NO, Counts.NONE, 500,
-        "request_failed", reported=True,
+        "request_failed", reported=True, goes_on=True,
     ),
     Outcome.HANDOFF_FAILED: Consequence(
         "decode answers 500 `handoff_failed`: the KV did not arrive, and its policy is `--on-failure fail`",
-        Retry.YES, Counts.PAIR, 500, "handoff_failed", reported=True,
+        Retry.YES, Counts.PAIR, 500, "handoff_failed", reported=True, goes_on=True,
     ),
     Outcome.RECOMPUTED: Consequence(
         "decode answers, but had to compute what prefill should have handed over", Retry.NO, Counts.PAIR, 0, ""
     ),
     Outcome.SERVER_ERROR: Consequence(
-        "it answers any other 5xx", Retry.YES, Counts.IF_SERVED, 502, "worker_failed", reported=True
+        "it answers any other 5xx", Retry.YES, Counts.IF_SERVED, 502, "worker_failed", reported=True, goes_on=True
     ),
     Outcome.UNREADABLE: Consequence(
         "its answer cannot be read, or ends before it begins", Retry.YES, Counts.IF_SERVED, 502, "worker_failed"
