@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Held", "LoopMonitor", "check_held", "limit_s", "longest_stall_s"]
+__all__ = ["HELD_S", "Held", "LoopMonitor", "check_held", "limit_s", "longest_stall_s"]
 
-_HELD_S = 0.020
+HELD_S = 0.020
+"""The aim: how long a callback may hold a loop."""
 _HELD_ON_A_BUSY_MACHINE_S = 0.050
 _KEPT = 20
 
@@ -25,7 +26,7 @@ _KEPT = 20
 def limit_s() -> float:
     """Returns how long a callback may hold the loop: 20 ms, or 50 ms on a busy machine, whose cores are slower."""
     busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-    return _HELD_ON_A_BUSY_MACHINE_S if busy else _HELD_S
+    return _HELD_ON_A_BUSY_MACHINE_S if busy else HELD_S
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -49,7 +50,9 @@ def check_held(longest: Sequence[Held], whose: str = "", *, within_s: float | No
 class LoopMonitor:
     """Watches the loop of this thread, if it is asyncio's own, from `install` to `remove`. A context."""
 
-    def __init__(self) -> None:
+    def __init__(self, within_s: float | None = None) -> None:
+        """`within_s`: what the context allows, by default `limit_s()` at its end."""
+        self._within_s = within_s
         self._thread = threading.get_ident()
         self.longest: list[Held] = []
         """The callbacks that held a loop longest, longest first."""
@@ -91,7 +94,7 @@ class LoopMonitor:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.remove()
         if error is None:
-            self.check()
+            self.check(self._within_s)
 
     def _note(self, held_s: float, what: str) -> None:
         if len(self.longest) < _KEPT or held_s > self.longest[-1].seconds:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.web import body_fields
-from tests.harness.loop_monitor import LoopMonitor
+from tests.harness.loop_monitor import HELD_S, LoopMonitor
 from tests.harness.scripted_worker import Asked, Worker, decode_script, fleet, prefill_script
 from tests.harness.until import until_async
 
@@ -99,7 +99,7 @@ async def test_no_body_holds_the_loop(name: str, mode: str) -> None:
 async def test_without_the_scanner_ids_hold_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_fields, "SMALL_BYTES", 1 << 30)
     async with fleet(*a_fleet("pull"), settings=SETTINGS) as (url, _):
-        with pytest.raises(AssertionError, match="was held"), LoopMonitor():
+        with pytest.raises(AssertionError, match="was held"), LoopMonitor(within_s=HELD_S):
             await post(url, ids(31 << 20))
 
 

@@ -21,7 +21,7 @@ BODIES = st.dictionaries(st.text(max_size=4), VALUES, max_size=4)
 
 
 def scan(raw: bytes, size: int = 1 << 16) -> Fields:
-    scanner = Scanner()
+    scanner = Scanner(1 << 20)
     feed(scanner, raw, size)
     return scanner.end()
 
@@ -100,7 +100,7 @@ def test_a_body_nested_too_deeply_is_400(raw: bytes) -> None:
 @pytest.mark.parametrize("part", [b'"x"', b"[]", b"{}"])
 def test_a_body_of_too_many_parts_is_400_before_all_of_it_is_read(part: bytes) -> None:
     raw = b'{"a":[' + b",".join([part] * MAX_PARTS * 2) + b"]}"
-    scanner = Scanner()
+    scanner = Scanner(1 << 20)
     with pytest.raises(ApiError, match="strings and brackets") as raised:
         feed(scanner, raw, 1 << 15)
     assert (raised.value.status, raised.value.code) == (400, "body_too_complex")

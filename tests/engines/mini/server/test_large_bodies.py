@@ -16,7 +16,7 @@ from kvferry.engines.mini.server import request_reader
 from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.web import body_fields
 from kvferry.web.listen import Listener
-from tests.harness.loop_monitor import LoopMonitor
+from tests.harness.loop_monitor import HELD_S, LoopMonitor
 from tests.harness.scripted_engine import a_server
 from tests.harness.tiny_model import make_tiny_model
 from tests.harness.until import until_async
@@ -112,7 +112,7 @@ async def test_eight_large_bodies_at_once(tokenizer: Tokenizer) -> None:
 async def test_without_the_scanner_ids_hold_the_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_fields, "SMALL_BYTES", 1 << 30)
     async with served(tokenizer) as url:
-        with pytest.raises(AssertionError, match="was held"), LoopMonitor():
+        with pytest.raises(AssertionError, match="was held"), LoopMonitor(within_s=HELD_S):
             await answers(url, "completions", ids(31 << 20))
 
 
@@ -122,7 +122,7 @@ async def test_without_other_threads_tokenising_holds_the_loop(
     monkeypatch.setattr(request_reader, "INLINE_BYTES", 1 << 30)
     monkeypatch.setattr(RequestReader, "_check_chars", lambda *_: None)
     async with served(tokenizer) as url:
-        with pytest.raises(AssertionError, match="was held"), LoopMonitor():
+        with pytest.raises(AssertionError, match="was held"), LoopMonitor(within_s=HELD_S):
             await answers(url, "completions", words(500_000))
 
 
