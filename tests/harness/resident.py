@@ -7,13 +7,14 @@ from pathlib import Path
 __all__ = ["Samples", "resident_mib"]
 
 
-def resident_mib(pid: int) -> float:
-    """Returns the resident memory of a process, in MiB; 0 if it has ended."""
+def resident_mib(pid: int, field_name: str = "VmRSS") -> float:
+    """Returns the resident memory of a process, in MiB; 0 if it has ended. `field_name` names a part of it, such as
+    RssShmem (proc_pid_status(5))."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:")), 0.0)
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field_name}:")), 0.0)
 
 
 @dataclass(slots=True)
