@@ -4,6 +4,8 @@ Unknown fields are passed on as they came, and every value keeps the bytes that 
 this module sets.
 """
 
+import hashlib
+
 import msgspec
 
 from kvferry.web.api_errors import ApiError
@@ -45,6 +47,7 @@ class _Read(msgspec.Struct, frozen=True):
     min_tokens: int | None = None
     prompt: str | list[str | int | list[int]] | None = None
     model: str | None = None
+    cache_salt: str | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -104,8 +107,10 @@ class ClientBody:
         parts = [prompt] if "prompt" in values else [values.get("tools", _NOTHING), values.get("messages", _NOTHING)]
         self.prompt_size = sum(map(len, parts))
         """The number of bytes of everything that becomes the prompt, as they came."""
-        self.prompt_begin = b"".join(bytes(part[:_PREFIX_BYTES]) for part in parts)[:_PREFIX_BYTES]
-        """The first of these bytes."""
+        begin = b"".join(bytes(part[:_PREFIX_BYTES]) for part in parts)[:_PREFIX_BYTES]
+        self.prompt_begin = _salt_digest(self._read.cache_salt) + begin
+        """The first of these bytes, after a digest of the salt if there is one: equal prompts under different salts
+        have no KV in common (R38)."""
 
     def _count_prompt(self, raw: memoryview) -> None:
         prompt = self._read.prompt
@@ -233,3 +238,7 @@ class ClientBody:
     def for_decode(self, params: msgspec.Raw | dict[str, object]) -> Parts:
         """Returns the body for decode, with the hand-off's parameters: in pull mode, prefill's own bytes."""
         return join_fields(self._fields.values | {"kv_transfer_params": _encode(params)})
+
+
+def _salt_digest(salt: str | None) -> bytes:
+    return hashlib.blake2b(salt.encode(), digest_size=16).digest() if salt else b""

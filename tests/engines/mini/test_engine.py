@@ -1,5 +1,6 @@
 """The step loop with a tiny model: tokens are the same however requests are cut, batched, cached, preempted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,18 @@ def test_answers_are_a_prefix_too(make_engine: MakeEngine) -> None:
     account = finish(engine)["turn 2"][-1].account
     assert account is not None
     assert account.cached == 16, "18 tokens of the first turn were computed"
+
+
+def test_requests_under_different_salts_share_no_block(make_engine: MakeEngine) -> None:  # R38
+    engine = make_engine()
+    answers, cached = [], []
+    for salt in ("", "a", "b", "a", ""):
+        engine.add(replace(ask("r", prompt_of(64)), salt=salt))
+        outputs = finish(engine)["r"]
+        answers.append(tokens_of(outputs))
+        cached.append(outputs[-1].account and outputs[-1].account.cached)
+    assert cached == [0, 0, 0, 48, 48]
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_prefix_caching_can_be_off(make_engine: MakeEngine) -> None:

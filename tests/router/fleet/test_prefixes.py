@@ -1,16 +1,19 @@
 """Which blocks of a prompt a worker has, by its own reports; the cost of a hand-off; the decode-only alarm."""
 
+import msgspec
 import pytest
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.engines.mini.server.router_services import HASH_BYTES, packed_hashes
+from kvferry.router.client_body import ClientBody
 from kvferry.router.fleet.handoff_cost import MIN_SAMPLES, HandoffCost
 from kvferry.router.fleet.prefixes import HASH_BYTES as ROUTER_HASH_BYTES
-from kvferry.router.fleet.prefixes import Prefixes, unpack_hashes
+from kvferry.router.fleet.prefixes import Prefixes, Prompt, unpack_hashes
 from kvferry.router.fleet.worker import Cached, Worker
 from kvferry.router.observe.alarm import DecodeOnlyAlarm
 from kvferry.router.settings import RouterSettings
 from kvferry.settings import Role
+from kvferry.web.body_fields import fields_of
 
 BLOCK = 16
 
@@ -25,6 +28,21 @@ def a_worker(*hashes: bytes) -> Worker:
     worker = Worker("http://w", Role.PREFILL, RouterSettings())
     worker.cached = Cached(1, frozenset(hashes))
     return worker
+
+
+def test_a_prompt_under_another_salt_finds_no_blocks_of_this_one() -> None:  # R38
+    prefixes, text = Prefixes(), "word " * 400
+
+    def estimate(salt: str | None) -> Prompt:
+        fields = {"prompt": text} | ({} if salt is None else {"cache_salt": salt})
+        body = ClientBody(fields_of(msgspec.json.encode(fields)))
+        return prefixes.prompt(body.prompt_begin, body.prompt_size, None, with_pieces=True)
+
+    hashes = hashes_of(list(range(500)))
+    prefixes.learn(estimate("a"), hashes, 500, BLOCK, 2002)
+    everywhere = a_worker(*hashes)
+    assert estimate("a").num_cached(everywhere) > 400
+    assert estimate("b").num_cached(everywhere) == estimate(None).num_cached(everywhere) == 0
 
 
 def test_both_sides_hash_the_same_pieces() -> None:

@@ -119,6 +119,8 @@ class GenerateRequest:
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    salt: str = ""
+    """What the KV depends on besides the tokens (wire.salt): requests with different salts share none."""
     handoff: HandoffParams | None = None
     """kv_transfer_params: compute only the prompt, for another engine; or take the prompt's KV from another engine."""
     on_failure: FailurePolicy | None = None

@@ -175,6 +175,18 @@ def test_hashes_are_chained_and_the_same_everywhere() -> None:
     assert result.stdout.strip() == known[-1].hex()
 
 
+def test_hashes_under_different_salts_have_nothing_in_common() -> None:  # R38
+    tokens = [1, 2, 3, 4, 5, 6]
+    plain, ours, theirs = [], [], []  # type: tuple[list[BlockHash], list[BlockHash], list[BlockHash]]
+    for known, salt in ((plain, ""), (ours, "a"), (theirs, "b")):
+        chain_hashes(known, tokens[:2], 2, salt)
+        chain_hashes(known, tokens, 2, salt)
+    assert len({*plain, *ours, *theirs}) == 9
+    again: list[BlockHash] = []
+    chain_hashes(again, tokens, 2, "a")
+    assert again == ours
+
+
 def test_without_prefix_caching_nothing_is_found() -> None:
     manager = BlockManager(4, prefix_caching=False)
     table = manager.allocate(1)

@@ -27,12 +27,14 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_DOMAIN = b"kvferry block hash 1"
 
 
-def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: int) -> None:
-    """Extends `known` to one hash per whole block of `tokens`.
+def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: int, salt: str = "") -> None:
+    """Extends `known` to one hash per whole block of `tokens`. Equal tokens under different salts have no hash in
+    common (R38).
 
     SHA-256 gives the same hash in every process, and no client can make its prompt collide with another client's.
     """
-    parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little")
+    salted = hashlib.sha256(salt.encode()).digest() if salt and not known else b""
+    parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little") + salted
     for start in range(len(known) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
         body = np.asarray(tokens[start : start + block_tokens], dtype="<i8").tobytes()
         parent = BlockHash(hashlib.sha256(parent + body).digest())

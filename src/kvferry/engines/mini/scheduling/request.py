@@ -131,8 +131,8 @@ class Request:
 
     @property
     def salt(self) -> str:
-        """What the KV depends on besides the tokens: nothing, in this engine."""
-        return ""
+        """What the KV depends on besides the tokens (wire.salt)."""
+        return self.spec.salt
 
     @property
     def num_target_tokens(self) -> int:

@@ -48,6 +48,7 @@ from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, req
 from kvferry.web.json_body import decode_body
 from kvferry.web.origin import no_page
 from kvferry.web.stages import TRACE_PATH
+from kvferry.wire.salt import make_salt
 
 __all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
 
@@ -265,6 +266,7 @@ class WorkerServer:
             echo=echo,
             num_top_logprobs=num_logprobs,
             return_token_ids=bool(body.return_token_ids),
+            salt=make_salt(cache_salt=body.cache_salt),
             handoff=handoff,
             on_failure=body.kv_on_failure,
             reason=request.headers.get("x-kvferry-why", ""),
@@ -485,7 +487,7 @@ class WorkerServer:
 
     def _prompt_blocks(self, job: Job) -> str:
         size = self._description.get("limits", {}).get("block_tokens", 0)
-        return prompt_blocks(job.prompts[0].token_ids, size) if size else ""
+        return prompt_blocks(job.prompts[0].token_ids, size, job.salt) if size else ""
 
 
 def _json(body: object, unavailable: bool = False) -> web.Response:

@@ -41,6 +41,8 @@ class Job:
     echo: bool = False
     num_top_logprobs: int | None = None
     return_token_ids: bool = False
+    salt: str = ""
+    """What the KV depends on besides the tokens (wire.salt)."""
     handoff: HandoffParams | None = None
     on_failure: FailurePolicy | None = None
     reason: str = ""
@@ -110,6 +112,7 @@ class Generation:
             request_id=self._id(index),
             prompt_token_ids=self._job.prompts[prompt_index].token_ids,
             sampling=self._job.samplings[choice],
+            salt=self._job.salt,
             handoff=handoff,
             on_failure=self._job.on_failure,
             first_token_sent=handoff is not None and self._job.first_token_sent,

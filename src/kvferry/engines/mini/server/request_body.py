@@ -16,6 +16,7 @@ from kvferry.settings import FailurePolicy
 from kvferry.web.api_errors import ApiError
 from kvferry.web.json_body import decode_body, shown
 from kvferry.web.records import DECODE_CHECKS, DecodeChecks
+from kvferry.wire.salt import MAX_SALT_CHARS
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -124,7 +125,6 @@ class RefusedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     mm_processor_kwargs: Annotated[object, refused("models here read text; leave it out", {})] = None
     mm_payload: Annotated[object, refused("models here read text; leave it out")] = None
     return_mm_kwargs: Annotated[object, refused("models here read text; leave it out", False)] = None
-    cache_salt: Annotated[object, refused("one prefix cache serves all clients; leave it out")] = None
     priority: Annotated[object, refused("requests are served in order of arrival; leave it out", 0)] = None
     request_id: Annotated[object, refused("send the header X-Request-Id")] = None
     stream_interval: Annotated[object, refused("every step is sent at once; leave it out", 1)] = None
@@ -226,6 +226,13 @@ class CommonBody(RefusedFields, frozen=True, kw_only=True, forbid_unknown_fields
     kv_transfer_params: Annotated[
         dict[str, Any] | None, done("the hand-off; the router sets it, and drops a client's own")
     ] = None
+    cache_salt: Annotated[
+        str | None,
+        done(
+            "requests with different salts share no cached KV, here and between workers; not empty",
+            max_chars=MAX_SALT_CHARS,
+        ),
+    ] = None
     kv_on_failure: Annotated[
         FailurePolicy | None,
         done("`recompute` or `fail`: what decode does if the prompt's KV does not arrive", default="`--on-failure`"),
@@ -302,6 +309,8 @@ def read_body(raw: bytes | memoryview, kind: type[Body]) -> Body:
             f"logit_bias={shown(body.logit_bias)}: every key must be a token id, as a string of digits",
             param="logit_bias",
         )
+    if body.cache_salt == "":
+        raise ApiError(400, "cache_salt is empty: send a string, or leave it out", param="cache_salt")
     if body.stream_options is not None:
         check_fields(body.stream_options)
     if body.response_format is not None and body.response_format.type != "text":

@@ -45,10 +45,10 @@ def packed_hashes(hashes: Sequence[bytes]) -> bytes:
     return b"".join(key[:HASH_BYTES] for key in hashes)
 
 
-def prompt_blocks(token_ids: Sequence[int], block_tokens: int) -> str:
+def prompt_blocks(token_ids: Sequence[int], block_tokens: int, salt: str = "") -> str:
     """Returns the packed hashes of a prompt's whole blocks, in base64."""
     hashes: list[BlockHash] = []
-    chain_hashes(hashes, token_ids, block_tokens)
+    chain_hashes(hashes, token_ids, block_tokens, salt)
     return base64.b64encode(packed_hashes(hashes)).decode()
 
 

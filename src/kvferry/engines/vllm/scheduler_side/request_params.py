@@ -17,6 +17,7 @@ from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.params import HandoffParams
 from kvferry.wire.push_ids import ClientRequest, push_transfer_id
+from kvferry.wire.salt import make_salt
 
 __all__ = ["VllmRequest", "handoff_params", "parent_of", "salt_of", "tokens_of"]
 
@@ -47,21 +48,16 @@ def tokens_of(request: Any) -> Sequence[int]:
 
 
 def salt_of(request: Any) -> str:
-    """Returns what the KV of a vLLM request depends on besides its tokens, as vLLM's own block hashes have it.
-
-    An adapter counts by name: its path may differ from one machine to the next.
-    """
-    parts: list[object] = []
-    if request.cache_salt:
-        parts.append(("cache_salt", request.cache_salt))
-    if request.lora_request is not None:
-        parts.append(("lora", request.lora_request.lora_name))
-    for feature in request.mm_features or ():
-        parts.append(("mm", feature.identifier, feature.mm_position.offset, feature.mm_position.length))
+    """Returns what the KV of a vLLM request depends on besides its tokens, as vLLM's own block hashes have it."""
+    inputs: list[object] = [
+        ("mm", feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features or ()
+    ]
     if request.prompt_embeds is not None:
         body = request.prompt_embeds.detach().cpu().contiguous().flatten().numpy().tobytes()
-        parts.append(("embeds", hashlib.blake2b(body, digest_size=16).hexdigest()))
-    return repr(parts) if parts else ""
+        inputs.append(("embeds", hashlib.blake2b(body, digest_size=16).hexdigest()))
+    adapter = None if request.lora_request is None else str(request.lora_request.lora_name)
+    return make_salt(cache_salt=request.cache_salt, adapter=adapter, inputs=inputs)
 
 
 def handoff_params(raw: Any, *, engine_id: str, request_id: str, mode: TransferMode) -> HandoffParams | None:
