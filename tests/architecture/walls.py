@@ -132,7 +132,8 @@ ROOMS: Mapping[str, set[str]] = {
     "router.context": ROUTER_UPSTREAM | {"router.observe"},
     "router.answer": ROUTER_UPSTREAM | {"router.client_body"},
     "router.accounting": ROUTER_DISPATCH,
-    "router.dispatch": ROUTER_DISPATCH | {"router.accounting"},
+    "router.calls": ROUTER_DISPATCH | {"router.accounting"},
+    "router.dispatch": ROUTER_DISPATCH | {"router.calls"},
     "router.draining": ROUTER_DISPATCH | {"router.dispatch"},
     "router.app": {""} | ROUTER_DISPATCH | {"router.keys", "router.dispatch", "router.draining"},
     "testing": BELOW_HANDOFF

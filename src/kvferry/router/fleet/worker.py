@@ -143,6 +143,11 @@ class Worker:
         return self.learned.mode if self.learned is not None else None
 
     @property
+    def is_vllm(self) -> bool:
+        """True if it is a vLLM server."""
+        return self.info is not None and self.info.kind == "vllm"
+
+    @property
     def shares_handoffs(self) -> bool:
         """True if one hand-off serves all choices of a request there. Not with vLLM's own connectors."""
         return self.info is not None and (self.info.kind != "vllm" or self.info.handoffs is not None)
