@@ -20,8 +20,14 @@ ANSWER = "The quick brown fox jumps over the lazy dog. "
 class CharTokenizer:
     """A tokenizer whose token ids are code points."""
 
-    takes_tools = False
     max_chars_per_token = 1
+
+    def __init__(self, *fields_read: str) -> None:
+        """`fields_read`: the fields of a message, or `tools`, that the chat template reads."""
+        self._fields_read = fields_read
+
+    def template_reads(self, name: str) -> bool:
+        return name in self._fields_read
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return [ord(c) for c in text]

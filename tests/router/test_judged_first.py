@@ -77,6 +77,16 @@ WRONG: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "min_tokens above max_tokens": ({"max_tokens": 4, "min_tokens": 5}, "min_tokens=5 is above max_tokens=4", None),
     "min_tokens above the default": ({"min_tokens": 100_000}, "min_tokens=100000 is above max_tokens", None),
     "too many choices": ({"n": 1000, "max_tokens": 4}, "send 1 to 128", "out_of_range"),
+    "an unknown option of the stream": (
+        {"max_tokens": 4, "stream_options": {"odd": 1}},
+        "stream_options.odd",
+        "unsupported",
+    ),
+    "an option of a wrong type": (
+        {"max_tokens": 4, "stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous",
+        "invalid_type",
+    ),
     "no choices": ({"n": 0, "max_tokens": 4}, "n=0: send 1 or more", None),
 }
 

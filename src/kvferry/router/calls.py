@@ -116,7 +116,8 @@ class WorkerCalls:
         self.give_up("a new dispatch replaces it")
         self._offer = (prefill, transfer_id)
         headers = self._headers("prefill", request_id)
-        if prefill.can("decode-checks"):
+        checks = prefill.can("decode-checks")
+        if checks:
             headers[DECODE_CHECKS] = self._body.decode_checks(self._context.fleet.longest_request(self._body.model))
         if self._context.fleet.wants_pieces and prefill.can("prompt-blocks"):
             headers["x-kvferry-want"] = "prompt-blocks"
@@ -124,7 +125,7 @@ class WorkerCalls:
         began_s = time.monotonic()
         prefill.breaker.began(began_s)
         async with self._context.upstream.post(
-            prefill, self._request.path, self._body.for_prefill(transfer_id), headers,
+            prefill, self._request.path, self._body.for_prefill(transfer_id, checks_options=checks), headers,
             headers_within_s=self._context.settings.prefill_timeout_s,
         ) as response:  # fmt: skip
             if response.status == 400 and self._longer_elsewhere(prefill):

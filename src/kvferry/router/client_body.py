@@ -221,10 +221,14 @@ class ClientBody:
         """Returns the body as the client sent it, without a hand-off."""
         return join_fields(self._fields.values)
 
-    def for_prefill(self, transfer_id: str) -> Parts:
-        """Returns the body for prefill: one token, one choice, not streamed, and the request for a hand-off."""
+    def for_prefill(self, transfer_id: str, *, checks_options: bool = False) -> Parts:
+        """Returns the body for prefill: one token, one choice, not streamed, and the request for a hand-off.
+
+        `checks_options`: it judges the options of a stream although it does not stream. vLLM refuses them then.
+        """
         fields: dict[str, bytes | memoryview] = dict(self._fields.values)
-        fields.pop("stream_options", None)
+        if not checks_options:
+            fields.pop("stream_options", None)
         fields |= {"stream": b"false", "max_tokens": b"1"}
         if "n" in fields:
             fields["n"] = b"1"

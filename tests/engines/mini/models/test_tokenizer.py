@@ -131,7 +131,7 @@ def test_chat_is_written_by_the_models_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.render_chat(messages) == text
     assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.render_chat(messages, add_generation_prompt=False).endswith("hi<|im_end|>\n")
-    assert not tokenizer.takes_tools
+    assert not tokenizer.template_reads("tools")
 
 
 def _with_template(tmp_path: Path, template: object) -> Tokenizer:
@@ -139,6 +139,17 @@ def _with_template(tmp_path: Path, template: object) -> Tokenizer:
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     return Tokenizer.from_directory(directory)
+
+
+def test_the_fields_that_a_template_reads_are_known(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'name' in m %}{{ m['title'] }}{% endif %}{{ m.get('calls') }}"
+        "{% endfor %}"
+    )
+    tokenizer = _with_template(tmp_path, template)
+    assert all(tokenizer.template_reads(name) for name in ("role", "name", "title", "calls"))
+    assert not any(tokenizer.template_reads(name) for name in ("tools", "tool_calls", "titl", "el"))
+    assert _with_template(tmp_path, "{{ messages | tojson }}").template_reads("anything")
 
 
 def test_a_model_without_a_template_is_reported(tmp_path: Path) -> None:
@@ -170,7 +181,7 @@ def test_several_templates_and_a_template_in_a_separate_file(tmp_path: Path) -> 
         tmp_path / "a", [{"name": "default", "template": "D{{ tools }}"}, {"name": "x", "template": ""}]
     )
     assert many.render_chat([]) == "DNone"
-    assert many.takes_tools
+    assert many.template_reads("tools")
     directory = make_tiny_model(tmp_path / "b" / "m")
     (directory / "chat_template.jinja").write_text("file {{ eos_token }}")
     assert Tokenizer.from_directory(directory).render_chat([]) == "file <eos>"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -214,19 +215,46 @@ async def test_token_ids_on_request(client: openai.AsyncOpenAI) -> None:
     assert answer.choices[0].token_ids == [ord(c) for c in "The"]  # type: ignore[attr-defined]
 
 
-async def test_tools_reach_a_template_that_supports_them() -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    tokenizer = CharTokenizer()
-    listener = Listener(a_server(tokenizer=tokenizer).app, "127.0.0.1", 0)
+@asynccontextmanager
+async def client_of_template(*fields_read: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Yields a client of a server whose chat template reads these fields."""
+    listener = Listener(a_server(tokenizer=CharTokenizer(*fields_read)).app, "127.0.0.1", 0)
     await listener.start()
     async with openai.AsyncOpenAI(base_url=f"{listener.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    await listener.stop()
+
+
+async def test_tools_reach_a_template_that_supports_them() -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    async with client_of_template() as client:
         with pytest.raises(openai.BadRequestError, match="knows no tools"):
             await client.chat.completions.create(model="tiny", messages=CHAT, tools=tools)
-        tokenizer.takes_tools = True
+    async with client_of_template("tools") as client:
         answer = await client.chat.completions.create(model="tiny", messages=CHAT, tools=tools, max_tokens=2)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens > CHAT_LEN
-    await listener.stop()
+
+
+CALLS: Any = [
+    {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "tool_calls": [
+        {"id": "call-1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "call-1", "content": "7"},
+]  # fmt: skip
+
+
+async def test_a_messages_field_that_the_template_does_not_read_is_refused() -> None:
+    """As an answer is sent back by the client's model_dump: null and empty fields ask for nothing."""
+    named: Any = [{"role": "user", "content": "Hi", "name": "Ada"}]
+    async with client_of_template("name") as client:
+        await client.chat.completions.create(model="tiny", messages=named, max_tokens=2)
+        with pytest.raises(openai.BadRequestError, match="tool_calls=.*does not read it") as refused:
+            await client.chat.completions.create(model="tiny", messages=CALLS, max_tokens=2)
+        assert (refused.value.param, refused.value.code) == ("messages[0]", "unsupported")
+    async with client_of_template("tool_calls") as client:
+        await client.chat.completions.create(model="tiny", messages=CALLS, max_tokens=2)
+        with pytest.raises(openai.BadRequestError, match=r"messages\[0\].name='Ada'"):
+            await client.chat.completions.create(model="tiny", messages=named, max_tokens=2)
 
 
 async def test_models_health_metrics_and_description(url: str, client: openai.AsyncOpenAI) -> None:

@@ -83,6 +83,17 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "json_object"),
     ("chat/completions", {**CHAT, "tools": [{}], "tool_choice": "required"}, 400, "tool_choice", "'required'"),
+    ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "tool_choice", "'required'"),
+    ("chat/completions", {**CHAT, "tool_choice": {"type": "function"}}, 400, "tool_choice", "cannot be enforced"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x", "odd": 1}]}, 400, "messages[0]", ".odd=1"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "odd": 1}]}]},
+        400,
+        "messages[0]",
+        "a part with 'odd'",
+    ),
+    ("completions", {**TEXT, "response_format": {"type": "text", "x": 1}}, 400, "response_format", "'x': 1"),
     ("chat/completions", {**CHAT, "max_tokens": 500}, 400, "messages", "shorten the prompt"),
 ]
 

@@ -176,6 +176,14 @@ def test_every_field_of_openais_client_and_of_vllm_is_in_the_table() -> None:
     assert not set(OF_VLLM) - (set(completions) & set(chat))
 
 
+def test_equal_values_of_two_types_stay_apart() -> None:
+    """False equals 0, and `Annotated` remembers what equals: each field has an entry of its own all the same."""
+    chat = fields_of(ChatBody)
+    assert [type(one) for one in chat["routed_experts_prompt_start"][0].nothing] == [type(None), int]
+    assert [type(one) for one in chat["watermarking"][0].nothing] == [type(None), bool]
+    assert len({id(entry) for entry, _ in chat.values()}) == len(chat)
+
+
 def test_a_field_is_refused_on_both_endpoints_or_done_on_one_of_them() -> None:
     completions, chat = fields_of(CompletionBody), fields_of(ChatBody)
     for name in {*completions, *chat} - {"prompt", "messages"}:

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
+from jinja2 import nodes
 
 from kvferry.engines.mini.models.token_table import TokenTable
 from kvferry.errors import RequestError, RequestTooLong, UnknownModel
@@ -19,6 +20,9 @@ __all__ = ["Detokenizer", "Tokenizer"]
 UNFINISHED = "\ufffd"
 """What decoding returns for the first bytes of a character whose last bytes are in later tokens."""
 _LONG_TOKENS = 1000
+_MESSAGES = ("messages", "message", "msg", "m")
+"""What templates call the conversation, and one message of it."""
+_WHOLE_MESSAGE = "message|tojson"
 
 
 class Tokenizer:
@@ -33,8 +37,7 @@ class Tokenizer:
             if (value := config.get(name)) is not None
         }
         self._template = _compile(chat_template) if chat_template else None
-        self.takes_tools = chat_template is not None and "tools" in chat_template
-        """Whether the chat template writes tools into the prompt."""
+        self._names_read = _names_read(chat_template) if chat_template else frozenset[str]()
         eos = self._names.get("eos_token")
         self.eos_token_id: int | None = backend.token_to_id(eos) if eos else None
 
@@ -69,6 +72,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `render_chat` works."""
         return self._template is not None
+
+    def template_reads(self, name: str) -> bool:
+        """Returns whether the chat template reads `tools`, or a field of a message, of this name."""
+        return name in self._names_read or _WHOLE_MESSAGE in self._names_read
 
     @property
     def max_chars_per_token(self) -> int | None:
@@ -137,11 +144,27 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, tools, add_generation_prompt), add_special_tokens=False)
 
 
-def _compile(source: str) -> jinja2.Template:
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     # A template is code that came with the model, so it runs in a sandbox, as in transformers.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+
+
+def _names_read(source: str) -> frozenset[str]:
+    """Returns every name, attribute and string of a template that compiles: it reads no field but these. If it writes
+    whole messages as JSON, `_WHOLE_MESSAGE` is among them."""
+    tree = _environment().parse(source)
+    names = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
+    names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    for written in tree.find_all(nodes.Filter):
+        if written.name == "tojson" and isinstance(written.node, nodes.Name) and written.node.name in _MESSAGES:
+            names.add(_WHOLE_MESSAGE)
+    return frozenset(names)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = _environment()
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -14,6 +14,11 @@ __all__ = [
 
 MAX_PROMPTS = 256
 """The most prompts of one request, each a text or a list of token ids."""
+_MESSAGE_FIELDS = ("role", "content", "tool_call_id")
+"""The fields of a message that any template may have; `tool_call_id` says in words what the order says, too."""
+_NOTHING: tuple[object, ...] = (None, "", [], {})
+_PART_FIELDS = ("type", "text", "prompt_cache_breakpoint", "cache_control")
+"""The fields of a text part; the last two are hints for a cache, and the prefix cache looks at tokens."""
 
 
 class TokenizerLike(Protocol):
@@ -40,9 +45,8 @@ class TokenizerLike(Protocol):
         """Returns one token by itself, for logprobs: its text, or `bytes:` and its bytes if those are no text."""
         ...
 
-    @property
-    def takes_tools(self) -> bool:
-        """Whether the chat template can write tools into the prompt."""
+    def template_reads(self, name: str) -> bool:
+        """Returns whether the chat template reads `tools`, or a field of a message, of this name."""
         ...
 
     def render_chat(
@@ -88,8 +92,8 @@ def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
     """Returns the conversation as one text, by the model's chat template. Raises ApiError (400) or RequestError."""
     if not body.messages:
         raise ApiError(400, "messages=[]: send at least one message", param="messages")
-    messages = [_message(index, message) for index, message in enumerate(body.messages)]
-    if body.tools and body.tool_choice not in (None, "auto", "none"):
+    messages = [_message(index, message, tokenizer) for index, message in enumerate(body.messages)]
+    if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(
             400,
             f"tool_choice={shown(body.tool_choice)}: a call cannot be enforced here; send 'auto', or leave it out",
@@ -97,7 +101,7 @@ def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
             code="unsupported",
         )
     tools = body.tools if body.tools and body.tool_choice != "none" else None
-    if tools and not tokenizer.takes_tools:
+    if tools and not tokenizer.template_reads("tools"):
         raise ApiError(
             400,
             f"tools: {len(tools)} were sent and the chat template of this model knows no tools; leave them out, "
@@ -107,8 +111,17 @@ def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
     return tokenizer.render_chat(messages, tools)
 
 
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+def _message(index: int, message: dict[str, Any], tokenizer: TokenizerLike) -> dict[str, Any]:
     where = f"messages[{index}]"
+    for name, value in message.items():
+        if name not in _MESSAGE_FIELDS and value not in _NOTHING and not tokenizer.template_reads(name):
+            raise ApiError(
+                400,
+                f"{where}.{shown(name)[1:-1]}={shown(value)}: the chat template of this model does not read it; leave "
+                "it out, or serve a model whose template does",
+                param=where,
+                code="unsupported",
+            )
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise ApiError(400, f"{where}.role={shown(role)}: send 'system', 'user', 'assistant' or 'tool'", param=where)
@@ -124,6 +137,12 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
             raise ApiError(
                 400, f"{where}.content has a part of type {shown(kind)}: this model reads only text parts", param=where
             )
+        unknown = next((name for name in part if name not in _PART_FIELDS), None)
+        if unknown is not None:
+            raise ApiError(
+                400, f"{where}.content has a part with {shown(unknown)}, which is not done: leave it out", param=where,
+                code="unsupported",
+            )  # fmt: skip
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
 

@@ -25,7 +25,6 @@ __all__ = [
     "CommonBody",
     "CompletionBody",
     "RefusedFields",
-    "ResponseFormat",
     "StreamOptions",
     "check_for_decode",
     "check_length",
@@ -55,12 +54,6 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[
         bool | None, accepted("OpenAI pads events against eavesdroppers of encrypted streams; kvferry never does")
     ] = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """The response format; only `text` is supported."""
-
-    type: str
 
 
 class RefusedFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,7 +214,7 @@ class CommonBody(RefusedFields, frozen=True, kw_only=True, forbid_unknown_fields
         bool | None, done("each choice, or chunk of a stream, has `token_ids` (vLLM's name)", default="false")
     ] = None
     response_format: Annotated[
-        ResponseFormat | None, done('`{"type": "text"}`; other types get 400 `unsupported`', default="text")
+        dict[str, Any] | None, done('`{"type": "text"}`; others get 400 `unsupported`', default="text")
     ] = None
     kv_transfer_params: Annotated[
         dict[str, Any] | None, done("the hand-off; the router sets it, and drops a client's own")
@@ -313,11 +306,11 @@ def read_body(raw: bytes | memoryview, kind: type[Body]) -> Body:
         raise ApiError(400, "cache_salt is empty: send a string, or leave it out", param="cache_salt")
     if body.stream_options is not None:
         check_fields(body.stream_options)
-    if body.response_format is not None and body.response_format.type != "text":
+    if body.response_format not in (None, {"type": "text"}):
         raise ApiError(
             400,
-            f"response_format.type={shown(body.response_format.type)}: answers cannot be constrained here; send "
-            "'text', or leave it out",
+            f"response_format={shown(body.response_format)}: answers cannot be constrained here; send "
+            """{"type": "text"}, or leave it out""",
             param="response_format",
             code="unsupported",
         )

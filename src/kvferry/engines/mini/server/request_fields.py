@@ -2,7 +2,7 @@
 
 The classes in request_body.py say which fields there are. Each field's annotation has a `Field`, so there is one table:
 msgspec reads the types from it, `check_fields` the bounds and what is not supported, and `make docs` makes the page of
-request fields from it (`kvferry.cli.support.request_field_page`).
+request fields from it (`kvferry.cli.support.reference_pages`).
 """
 
 import math
@@ -29,9 +29,9 @@ class Done(Enum):
     CHANGES_NOTHING = "accepted"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """One field."""
+    """One field. Two are never equal: `Annotated` keeps one of two equal entries, and False equals 0."""
 
     does: Done
     meaning: str
