@@ -269,9 +269,9 @@ What a worker of the embedded engine does with each field of the bodies of `/v1/
 with code `unsupported`, its name and the remedy, on both endpoints. A value of another type gets 400 `invalid_type`,
 and one out of its range 400 `out_of_range`. `null` is the same as leaving the field out.
 
-The same holds inside a message of a chat. `role`, `content` and `tool_call_id` may always be there. Any other field, such as
-`name` or `tool_calls`, gets 400 `unsupported` if the model's chat template does not read it, because the model would never see
-it; null and empty values ask for nothing. A part of `content` has `type` `text` and its `text`.
+The same holds inside a message of a chat. `role`, `content` and `tool_call_id` may always be there. Any other field,
+such as `name` or `tool_calls`, gets 400 `unsupported` if the model's chat template does not read it, because the model
+would never see it; null and empty values ask for nothing. A part of `content` has `type` `text` and its `text`.
 
 The router passes all fields on as they came. What a vLLM worker does with them, vLLM's documentation says.
 

@@ -248,7 +248,7 @@ async def test_a_messages_field_that_the_template_does_not_read_is_refused() -> 
     named: Any = [{"role": "user", "content": "Hi", "name": "Ada"}]
     async with client_of_template("name") as client:
         await client.chat.completions.create(model="tiny", messages=named, max_tokens=2)
-        with pytest.raises(openai.BadRequestError, match="tool_calls=.*does not read it") as refused:
+        with pytest.raises(openai.BadRequestError, match=r"tool_calls=.*does not read it") as refused:
             await client.chat.completions.create(model="tiny", messages=CALLS, max_tokens=2)
         assert (refused.value.param, refused.value.code) == ("messages[0]", "unsupported")
     async with client_of_template("tool_calls") as client:
