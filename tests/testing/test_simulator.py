@@ -40,6 +40,15 @@ def test_worlds_differ_as_they_should() -> None:
     assert any(job.asked_tokens == job.num_tokens and not job.same_prompt for job in jobs)
 
 
+@pytest.mark.parametrize("mode", TransferMode)
+def test_a_failure_that_is_reported_before_the_survivors_have_ended_is_found(mode: TransferMode) -> None:
+    """R26: in pull by a read of ours, in push by a write of a peer."""
+    scenarios = (scenario for seed in range(1000) if (scenario := make_scenario(seed)).mode is mode)
+    prepare = prepare_of("reported-before-survivors")
+    found = (violation for scenario in scenarios if (violation := failure_of(scenario, prepare)))
+    assert next(found).invariant == "R26"
+
+
 @pytest.mark.parametrize("name", ["binding-not-checked", "first-token-not-bound"])
 def test_a_handoff_that_is_not_bound_is_found_at_once(name: str) -> None:
     """R51: within far fewer than 20,000 hand-offs."""

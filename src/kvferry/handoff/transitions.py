@@ -147,7 +147,8 @@ class ReceiveState(Enum):
     LANDED = "landed"
     """Every part is here under a valid lease, and its digest is right. Reported; the blocks are the engine's."""
     FAILING = "failing"
-    """It failed. Nothing new starts; the failure is reported when reads in flight have ended or their time is over."""
+    """It failed. Nothing new starts; the failure is reported when reads in flight have ended and writers have stopped,
+    or when their time is over (R26)."""
     FAILED = "failed"
     """The engine knows that it failed, or cancelled it. Its blocks wait until no peer can write to them."""
     RELEASED = "released"

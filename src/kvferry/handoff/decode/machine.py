@@ -6,7 +6,8 @@ Life of one receive (a fetched transfer at this rank; handoff/transitions.py has
               reads end (pull), or Wrote messages come with the last byte of each part (push).
 2. LANDED     every part of every prefill rank is here, under a lease that was valid, and its digest is right; each
               prefill rank was sent a Confirm. Reported once; the blocks are the engine's.
-   FAILING    nothing new starts. When our reads in flight have ended, or their time is over, the failure is reported.
+   FAILING    nothing new starts. When our reads have ended and every writer has stopped, or their time is over, the
+              failure is reported (R26).
    FAILED     the engine knows of the failure, or cancelled. Blocks wait until each prefill rank has stopped, or its
               lease and the quarantine are over.
 3. RELEASED   after FAILED, when no read of ours is in flight and every source is finished. Reported once.
@@ -266,7 +267,7 @@ class DecodeMachine:
             source = receive.sources.get(peer.rank)
             if source is not None and source.peer == peer and not source.finished:
                 source.disconnected |= bool(source.in_flight)
-                source.dead |= dead
+                source.lost, source.dead = True, source.dead or dead
                 self._wind_down.fail(receive, f"prefill rank {peer.rank} is gone: {reason}", now_s)
                 self._advance(receive, now_s)
 
@@ -410,6 +411,7 @@ class DecodeMachine:
             if now_s >= source.alive_at_s + ttl_s:
                 self._num_silent += 1
                 self.silent.append(source.peer)
+                source.lost = True
                 self._wind_down.fail(
                     receive, f"prefill rank {source.peer.rank} gave no sign of life for {ttl_s:g} s", now_s
                 )

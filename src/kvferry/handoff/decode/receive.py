@@ -63,6 +63,8 @@ class Source:
     """The numbers of the parts that are here."""
     num_parts: int = 0
     """How many parts there are; 0 until the last one says so."""
+    lost: bool = False
+    """It cannot be reached, or gave no sign of life for a lease: no answer to a Revoke is waited for."""
     dead: bool = False
     """Its process is gone: what it had on the wire comes within quarantine_s, and nothing after that."""
     suspended_until_s: float = -_NEVER
@@ -72,6 +74,11 @@ class Source:
     def finished(self) -> bool:
         """It does not touch our blocks any more, and we do not touch its blocks."""
         return not self.in_flight and self.state in SETTLED
+
+    @property
+    def may_answer_revoke(self) -> bool:
+        """Push: it holds our grant, and can still say that it writes no more."""
+        return self.state is SourceState.ACTIVE and not (self.lost or self.dead or self.disconnected)
 
     def give_up(self, now_s: float, lease: LeaseSettings) -> None:
         """Push: it does not answer, and its lease is over. Starts the quarantine; the caller disconnects it."""
@@ -189,6 +196,12 @@ class Receive:
     def pull(self) -> bool:
         """True if we read, False if prefill writes."""
         return self.fetch.mode is TransferMode.PULL
+
+    @property
+    def num_survivors(self) -> int:
+        """After a failure: how many sources still move bytes, or may do so until they say that they have stopped."""
+        sources = self.sources.values()
+        return sum(bool(one.in_flight) or (not self.pull and one.may_answer_revoke) for one in sources)
 
     @property
     def num_blocks(self) -> int:

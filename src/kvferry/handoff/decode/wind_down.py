@@ -1,7 +1,8 @@
 """How a receive ends without its bytes: it fails, waits for all that may still touch its blocks, and is released.
 
-A failure is reported as soon as nothing of ours is in flight, or when it has waited long enough for that. The blocks
-come back later: when each prefill rank has stopped, or its lease and the quarantine are over.
+A failure is reported after the survivors have ended (R26): when no read of ours is in flight, and no prefill rank that
+can still say so may write. It does not wait for longer than stated in `fail`. The blocks come back later: when each
+prefill rank has stopped, or its lease and the quarantine are over.
 """
 
 from kvferry.handoff.decode.outgoing import Outgoing
@@ -14,6 +15,8 @@ from kvferry.settings import LeaseSettings
 __all__ = ["WindDown"]
 
 _NEVER = float("inf")
+_REPORT_WITHIN_S = 1.0
+"""Push: a failure is reported at most this long after it happened. A writer that lives answers within milliseconds."""
 
 
 class WindDown:
@@ -42,7 +45,7 @@ class WindDown:
         RECEIVE.move(receive, ReceiveEvent.FAIL)
         receive.reason = reason
         receive.disconnect_s = now_s + self._lease.quarantine_s
-        receive.report_s = min(receive.disconnect_s, max(receive.deadline_s, now_s))
+        receive.report_s = min(self._patience_s(receive, now_s), max(receive.deadline_s, now_s))
         for source in receive.sources.values():
             source.todo.clear()
             if not receive.pull and source.state is not SourceState.DONE:
@@ -50,37 +53,44 @@ class WindDown:
                 if source.state is SourceState.WAITING:
                     SOURCE.move(source, SourceEvent.STOP)  # it never had a lease: it cannot have written
 
+    def _patience_s(self, receive: Receive, now_s: float) -> float:
+        """Returns when to wait no longer for survivors: reads end by a disconnect; writers answer, or may be dead."""
+        if receive.pull:
+            return receive.disconnect_s
+        return now_s + min(_REPORT_WITHIN_S, self._lease.renew_every_s)
+
     def advance(self, receive: Receive, now_s: float) -> float:
         """Reports a failed receive, and moves it to RELEASED when every source is finished. Returns when to look
         again."""
-        due_s, num_reading = self._stop_sources(receive, now_s)
-        if receive.state is ReceiveState.FAILING and (not num_reading or now_s >= receive.report_s):
+        due_s = self._stop_sources(receive, now_s)
+        if receive.state is ReceiveState.FAILING and (not receive.num_survivors or now_s >= receive.report_s):
             RECEIVE.move(receive, ReceiveEvent.REPORT)
             arrived = receive.what_arrived(whole_prefix=self._whole_prefix)
             self.failed.append(Failed(receive.fetch.transfer, receive.fetch.request, receive.reason, arrived))
         if all(source.finished for source in receive.sources.values()):
             RECEIVE.move(receive, ReceiveEvent.RELEASE)
             return _NEVER
-        if num_reading:
-            if receive.state is ReceiveState.FAILING:
-                due_s = min(due_s, receive.report_s)
-            if now_s < receive.disconnect_s:
-                due_s = min(due_s, receive.disconnect_s)
-        return due_s
+        return min(due_s, receive.report_s) if receive.state is ReceiveState.FAILING else due_s
 
-    def _stop_sources(self, receive: Receive, now_s: float) -> tuple[float, int]:
-        """Returns when to look again, and from how many sources a read is still in flight."""
-        due_s, num_reading = _NEVER, 0
+    def _stop_sources(self, receive: Receive, now_s: float) -> float:
+        """Stops each source as far as it can be stopped now. Returns when to look again."""
+        due_s = _NEVER
         for source in receive.sources.values():
             if source.in_flight:
-                num_reading += 1
-                if now_s >= receive.disconnect_s and not source.disconnected:
-                    source.disconnected = True
-                    self._outgoing.disconnect(source.peer)
+                due_s = min(due_s, self._end_reads(receive, source, now_s))
             elif not source.finished:
                 stop = self._stop_reading if receive.pull else self._stop_writer
                 due_s = min(due_s, stop(receive, source, now_s))
-        return due_s, num_reading
+        return due_s
+
+    def _end_reads(self, receive: Receive, source: Source, now_s: float) -> float:
+        """Pull: gives up the connection of reads that have been in flight for too long. Returns when to look again."""
+        if now_s < receive.disconnect_s:
+            return receive.disconnect_s
+        if not source.disconnected:
+            source.disconnected = True
+            self._outgoing.disconnect(source.peer)
+        return _NEVER
 
     def _stop_reading(self, receive: Receive, source: Source, now_s: float) -> float:
         """Pull: drops the claim on one source that we do not read any more. Returns when to look again."""

@@ -28,6 +28,7 @@ __all__ = [
     "first_token_not_bound",
     "free_while_writing",
     "old_incarnation",
+    "reported_before_survivors",
     "scan_stops_at_live",
     "stale_registration",
     "wrong_heartbeat_id",
@@ -88,6 +89,16 @@ def first_failed_rank_frees(core: RankProtocol) -> None:
 
     _patch(decode._wind_down, "advance", advance)
     _patch(decode, "completed", completed)
+
+
+def reported_before_survivors(core: RankProtocol) -> None:
+    """A failure is reported at once, while survivors still move bytes (R26)."""
+
+    def fail(original: Callable[..., None], receive: Any, reason: str, now_s: float) -> None:
+        original(receive, reason, now_s)
+        receive.report_s = min(receive.report_s, now_s)
+
+    _patch(core.decode._wind_down, "fail", fail)
 
 
 def completion_overwrites(core: RankProtocol) -> None:
@@ -257,6 +268,7 @@ MUTANTS: Mapping[str, Mutant] = {
     for function in (
         free_while_writing,
         first_failed_rank_frees,
+        reported_before_survivors,
         completion_overwrites,
         scan_stops_at_live,
         wrong_heartbeat_id,

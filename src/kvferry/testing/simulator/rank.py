@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from kvferry.handoff.actions import Peer, Post, Send
 from kvferry.handoff.orders import StepOrders, StepReport
 from kvferry.handoff.rank_protocol import RankProtocol
+from kvferry.handoff.transitions import ReceiveState
 from kvferry.ids import EngineId, Incarnation, PeerName, TransferId, peer_name
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FerrySettings
@@ -70,8 +71,10 @@ class SimRank:
         "core",
         "deferred",
         "engine",
+        "failed_s",
         "index",
         "last_order_s",
+        "lost_s",
         "name",
         "offset_s",
         "paused_to_s",
@@ -93,6 +96,10 @@ class SimRank:
         self.tick_at_s = -1.0
         self.stash: dict[PeerName, list[Message]] = {}
         self.away: dict[PeerName, float] = {}
+        self.lost_s: dict[PeerName, float] = {}
+        """When each peer was last lost."""
+        self.failed_s: dict[TransferId, float] = {}
+        """When each receive of ours failed whose failure was not reported yet."""
         self.core = RankProtocol(world.settings, self, self, engine.incarnation, num_ranks=engine.num_ranks)
         world.prepare(self.core)
 
@@ -110,6 +117,9 @@ class SimRank:
             self.deferred.append((function, args))
             return
         function(*args)
+        for transfer, receive in self.core.decode._receives.items():
+            if receive.state is ReceiveState.FAILING:
+                self.failed_s.setdefault(transfer, self.world.now_s)
         self._act()
 
     def _wake(self) -> None:
@@ -209,7 +219,17 @@ class SimRank:
         """The transport notices that a peer is gone."""
         if self.away.get(name, 0.0) < self.world.now_s:
             self.away[name] = self.world.now_s + 1.0
+            self.lost_s[name] = self.world.now_s
             self.core.peer_lost(name, "the transport says so", self.now_s())
+
+    def waits_for_writer(self, name: PeerName, failed_s: float) -> bool:
+        """Returns whether a failure at this time waits for a writer: it can answer, and had no time to do so (R26)."""
+        core, settings = self.core, self.world.settings
+        if name not in core._peers or self.lost_s.get(name, -1.0) >= failed_s:
+            return False
+        if any(peer.name == name for peer in core.decode.silent):
+            return False
+        return self.world.now_s - failed_s < 0.85 * min(1.0, settings.lease.renew_every_s)
 
     def ended(self, post: Post, num_tokens: int, error: str | None, started: bool) -> None:
         """Delivers a completion, as the driver does when it polls one."""

@@ -373,10 +373,7 @@ class DecodeEngine(SimEngine):
         if target.must_land:
             raise Violation("I6", f"{rank.name}: {failed.transfer} failed in calm: {failed.reason}")
         target.failures.add(rank.index)
-        assert target.wanted_s is not None
-        for transfer in self.world.active.get(failed.transfer, ()):
-            if transfer.rank is rank and not transfer.over and not self.world.may_outlast(target.wanted_s):
-                raise Violation("R26", f"{rank.name}: {failed.transfer} reported while a read is in flight")
+        self._check_survivors(rank, target)
         self._check_content(rank, target, failed.arrived.stop, "arrived before it failed")
         if not target.failed:
             target.failed = True
@@ -384,6 +381,18 @@ class DecodeEngine(SimEngine):
             job = target.job
             if target.attempt < job.retries and job.cancel_s is None:
                 self.world.after(0.01, self.world.dispatch, job, False, target.attempt + 1)
+
+    def _check_survivors(self, rank: SimRank, target: _Target) -> None:
+        """Checks R26: the failure is reported after everything has ended that it can wait for."""
+        assert target.wanted_s is not None
+        failed_s = rank.failed_s.pop(target.transfer, self.world.now_s)
+        over = self.world.now_s - target.wanted_s > 0.8 * self.world.settings.transfer.deadline_s
+        for transfer in self.world.active.get(target.transfer, ()):
+            if transfer.rank is rank and not self.world.may_outlast(target.wanted_s):
+                raise Violation("R26", f"{rank.name}: {target.transfer} reported while a read is in flight")
+            writes = transfer.peer is self and transfer.post.peer.rank == rank.index
+            if writes and not over and rank.waits_for_writer(transfer.rank.name, failed_s):
+                raise Violation("R26", f"{rank.name}: {target.transfer} reported while {transfer.rank.name} writes")
 
     def _released(self, rank: SimRank, transfer: TransferId) -> None:
         target = self._of(rank, transfer)
