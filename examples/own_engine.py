@@ -8,6 +8,7 @@ whole cache: one wrong byte in the cache is a wrong token. Prefill and decode ha
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -19,7 +20,7 @@ LAYERS, HEADS, HEAD_DIM, NUM_BLOCKS, VOCAB = ("layers.0.attn", "layers.1.attn"),
 
 @dataclass(eq=False)
 class Request:
-    """One request. The scheduler half reads the first four fields, the prompt and its salt (kvferry.RequestView)."""
+    """One request. The scheduler half reads the first four fields, and the prompt (kvferry.RequestView)."""
 
     request_id: kvferry.RequestId
     num_prompt_tokens: int
@@ -37,13 +38,9 @@ class Request:
     def tables(self) -> tuple[kvferry.BlockTable, ...]:
         return (kvferry.BlockTable(group=0, first_token=0, block_ids=tuple(self.blocks)),)
 
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.tokens[: self.num_prompt_tokens]
-
-    @property
-    def salt(self) -> str:
-        return ""  # their KV depends on nothing but the tokens
+    @cached_property
+    def prompt(self) -> kvferry.Prompt:
+        return kvferry.Prompt.of(self.tokens[: self.num_prompt_tokens])  # their KV depends on nothing but the tokens
 
     @property
     def for_remote(self) -> bool:

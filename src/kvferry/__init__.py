@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from kvferry.wire.first_token import FirstToken, decode_first_token, first_token_of
     from kvferry.wire.params import HandoffParams
+    from kvferry.wire.prompt_digest import Prompt
 
 __version__ = "0.1.0"
 
@@ -79,6 +80,7 @@ __all__ = [
     "Overloaded",
     "PeerError",
     "PeerLost",
+    "Prompt",
     "RankRecord",
     "RanksLost",
     "RequestError",
@@ -125,6 +127,7 @@ _HOMES = {
     ),
     "kvferry.wire.first_token": "FirstToken decode_first_token first_token_of",
     "kvferry.wire.params": "HandoffParams",
+    "kvferry.wire.prompt_digest": "Prompt",
 }
 """The module that each public name is loaded from."""
 

@@ -8,7 +8,6 @@ from kvferry.handoff.orders import StepReport
 from kvferry.ids import Incarnation
 from kvferry.settings import OlderPeers
 from kvferry.wire.first_token import FirstToken
-from kvferry.wire.prompt_digest import Prompt
 from kvferry.wire.versions import BINDING
 from tests.harness.scripted_half import TABLES, Board, Request, decode_request, landed, make, started
 
@@ -19,7 +18,7 @@ def carried(half: HandoffScheduler, request: Request) -> FirstToken | None:
 
 
 def params_for(request: Request, **changes: object) -> Request:
-    prompt = Prompt.of(request.prompt_token_ids, request.salt)
+    prompt = request.prompt
     stated = {"remote_prompt_tokens": prompt.num_tokens, "remote_prompt_digest": prompt.digest.hex(), **changes}
     return decode_request(first_token=9, **stated)
 

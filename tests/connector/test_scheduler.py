@@ -11,7 +11,6 @@ from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.first_token import FirstToken, decode_first_token
 from kvferry.wire.params import HandoffParams
-from kvferry.wire.prompt_digest import Prompt
 from tests.harness.scripted_half import TABLES, Board, R, Request, T, decode_request, landed, make, started
 
 
@@ -45,7 +44,7 @@ def test_prefill_returns_the_parameters_that_routers_read() -> None:  # R15
         "remote_block_first_tokens": [0],
         "remote_num_tokens": 32,
         "remote_prompt_tokens": 32,
-        "remote_prompt_digest": Prompt.of(request.prompt_token_ids).digest.hex(),
+        "remote_prompt_digest": request.prompt.digest.hex(),
         "tp_size": 2,
         "pp_size": 1,
         "first_token": 9,

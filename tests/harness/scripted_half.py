@@ -1,5 +1,6 @@
 """A scheduler half with a scripted board of peers, and requests of the shape that it reads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import EngineIdentity
@@ -10,6 +11,7 @@ from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FailurePolicy, FerrySettings, OlderPeers, TransferMode, TransferSettings
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 
 TABLES = (BlockTable(group=0, first_token=0, block_ids=(4, 5)),)
 T = TransferId("t-1")
@@ -26,8 +28,8 @@ class Request:
     tokens: tuple[int, ...] = tuple(range(100, 200))
 
     @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        return self.tokens[: self.num_prompt_tokens]
+    def prompt(self) -> Prompt:
+        return Prompt.of(self.tokens[: self.num_prompt_tokens], self.salt)
 
 
 @dataclass
@@ -49,10 +51,11 @@ def make(
     tp_size: int = 1,
     mode: TransferMode = TransferMode.PULL,
     older_peers: OlderPeers = OlderPeers.COUNT,
+    hash_ahead: Callable[[Prompt], None] | None = None,
 ) -> HandoffScheduler:
     identity = EngineIdentity(EngineId("me"), Incarnation("1"), "127.0.0.1", 5600, tp_size=tp_size)
     settings = FerrySettings(transfer=TransferSettings(on_failure=policy, mode=mode, older_peers=older_peers))
-    return make_scheduler(identity, board or Board(), settings)
+    return make_scheduler(identity, board or Board(), settings, hash_ahead=hash_ahead)
 
 
 def decode_request(**changes: object) -> Request:

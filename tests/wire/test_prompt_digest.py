@@ -1,11 +1,24 @@
 """How much two prompts have in common, as their digests say; compared with the tokens themselves. R51."""
 
+import hashlib
+import pickle
+import struct
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.wire.prompt_digest import DIGEST_BYTES, MAX_MARKS, UNIT_TOKENS, Agreement, Prompt, StatedPrompt
+from kvferry.wire.prompt_digest import (
+    DIGEST_BYTES,
+    MAX_LINKS,
+    MAX_MARKS,
+    UNIT_TOKENS,
+    Agreement,
+    Prompt,
+    StatedPrompt,
+    pack_tokens,
+)
 
 TOKENS = tuple(range(1000, 1300))
 
@@ -51,8 +64,12 @@ def test_without_links_a_prompt_is_the_same_or_has_nothing_in_common() -> None:
 
 
 def test_the_digest_is_what_the_wire_page_says() -> None:
-    assert Prompt.of([1, 2, 500]).digest.hex() == "0c336e8ad7b751c73286f52e3f085dc1"
-    assert Prompt.of([1, 2, 500], "salt").digest.hex() == "7e926883896f4f389e6f8594bf7d74ba"
+    ids = struct.pack("<3i", 1, 2, 500)
+    salt = hashlib.sha256(b"salt").digest()[:16]
+    assert Prompt.of([1, 2, 500]).digest == hashlib.sha256(b"kvferry prompt 1" + bytes(16) + ids).digest()[:16]
+    assert Prompt.of([1, 2, 500], "salt").digest == hashlib.sha256(b"kvferry prompt 1" + salt + ids).digest()[:16]
+    assert Prompt.of([1, 2, 500]).digest.hex() == "ca44a06b8621fdf09dcea8c856747579"
+    assert Prompt.of([1, 2, 500], "salt").digest.hex() == "8d3be405cc8d5aa95dde37a221e29c19"
 
 
 def test_links_are_digests_of_prefixes() -> None:
@@ -64,8 +81,27 @@ def test_links_are_digests_of_prefixes() -> None:
         assert link == Prompt.of(TOKENS[: (number + 1) * UNIT_TOKENS]).digest
 
 
+@pytest.mark.parametrize("num_tokens", [0, 63, 64, 1024, 1087, 1088, 8000, 40_000])
+def test_there_are_few_links_and_they_cost_no_second_pass(num_tokens: int) -> None:
+    prompt = Prompt.of(range(num_tokens))
+    stated = prompt.stated()
+    assert len(stated.links) == num_tokens // stated.unit_tokens * DIGEST_BYTES
+    assert num_tokens // stated.unit_tokens <= MAX_LINKS
+    assert stated.unit_tokens == UNIT_TOKENS or num_tokens // stated.unit_tokens > MAX_LINKS // 2 - 1
+    assert stated.marks == ((num_tokens, Prompt.of(range(num_tokens)).digest),)
+
+
+def test_a_prompt_travels_to_the_ranks_with_its_digest() -> None:
+    prompt = Prompt.of(TOKENS, "tenant")
+    before, digest = pickle.loads(pickle.dumps(prompt)), prompt.digest
+    after = pickle.loads(pickle.dumps(prompt))
+    assert before == after == prompt
+    assert before.digest == after.digest == digest
+
+
 def test_an_id_that_no_tokenizer_has_is_packed_all_the_same() -> None:
-    assert Prompt.of([1 << 40, 3]).num_tokens == 2
+    assert Prompt.of([1 << 40, -1, 3]).num_tokens == 3
+    assert pack_tokens([3, 1 << 20]) == bytes([3, 0, 0, 0, 0, 0, 16, 0])
 
 
 @given(

@@ -21,6 +21,7 @@ from kvferry.wire.first_token import FirstToken
 from kvferry.wire.hello import RankHello
 from kvferry.wire.layout_codec import encode_layout
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 
 __all__ = [
     "EngineIdentity",
@@ -53,13 +54,10 @@ class RequestView(Protocol):
         ...
 
     @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        """All tokens of the prompt, also those that prefill leaves to decode."""
-        ...
-
-    @property
-    def salt(self) -> str:
-        """What else its KV depends on: a cache salt, an adapter, images. Equal on both sides; "" for nothing."""
+    def prompt(self) -> Prompt:
+        """All tokens of the prompt, also those that prefill leaves to decode, and what else its KV depends on (a cache
+        salt, an adapter, images): `Prompt.of(token_ids, salt)`. The same object each time: it is packed and hashed
+        once."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from dataclasses import fields, replace
 
 from kvferry.clock import Clock
 from kvferry.connector.base import EngineIdentity, RankRecord
+from kvferry.connector.digest_thread import DigestThread
 from kvferry.connector.peers import PeerView
 from kvferry.connector.rendezvous import Rendezvous
 from kvferry.connector.scheduler import HandoffScheduler, make_scheduler
@@ -68,6 +69,7 @@ class EngineConnector:
         self._handoff_tokens = handoff_tokens
         self._mode_remedy = mode_remedy
         self._rendezvous = Rendezvous(settings.side_channel, name=self.engine_id, clock=clock)
+        self._digests = DigestThread()
         self._identity: EngineIdentity | None = None
         self._local: LocalSide | None = None
 
@@ -114,7 +116,9 @@ class EngineConnector:
         )
         fit = make_fit([one.layout for one in ranks], self.role)
         self._identity, self._local = identity, LocalSide(self._facts, hello, fit, self._protocols)
-        return self._local, make_scheduler(identity, self._rendezvous, self.settings, self._handoff_tokens)
+        return self._local, make_scheduler(
+            identity, self._rendezvous, self.settings, self._handoff_tokens, self._digests.submit
+        )
 
     @property
     def identity(self) -> EngineIdentity:
@@ -175,6 +179,7 @@ class EngineConnector:
     def close(self) -> None:
         """Close the side channel: no socket and no thread remains. Idempotent. The worker halves are closed apart."""
         self._rendezvous.close()
+        self._digests.close()
 
 
 def joined_stats(ranks: Sequence[HandoffStats]) -> HandoffStats:

@@ -65,10 +65,13 @@ class HandoffScheduler:
         peers: PeerBoard,
         settings: FerrySettings,
         handoff_tokens: Callable[[int], int] | None = None,
+        hash_ahead: Callable[[Prompt], None] | None = None,
     ) -> None:
-        """`handoff_tokens` says how many tokens of a prompt are handed over (R32). None means all of them."""
+        """`handoff_tokens` says how many tokens of a prompt are handed over (R32). None means all of them. `hash_ahead`
+        takes the prompts of prefill, whose digests are needed when they are computed."""
         self._identity = identity
         self._handoff_tokens = handoff_tokens
+        self._hash_ahead = hash_ahead
         self._peers = peers
         self._settings = settings
         self._prefilling: dict[RequestId, PrefillHandoff] = {}
@@ -95,6 +98,8 @@ class HandoffScheduler:
     def on_new_request(self, request: RequestView) -> None:
         """Remember a request that another engine prefills, and start the handshake with that engine."""
         params = request.handoff
+        if params is not None and params.do_remote_decode and self._hash_ahead is not None:
+            self._hash_ahead(request.prompt)
         if params is None or not params.do_remote_prefill:
             return
         if missing := missing_fields(params):
@@ -113,7 +118,7 @@ class HandoffScheduler:
         target = expected = self.handoff_tokens(request.num_prompt_tokens)
         if params.remote_num_tokens is not None:
             target = min(target, params.remote_num_tokens)
-        prompt = Prompt.of(request.prompt_token_ids, request.salt)
+        prompt = request.prompt
         entry = DecodeHandoff(
             request=request.request_id,
             transfer=transfer,
@@ -250,8 +255,7 @@ class HandoffScheduler:
             if not transfer or request.request_id in self._preempted or transfer in self._by_transfer:
                 # One dispatch has one id: the requested one was withdrawn, or belongs to another request.
                 transfer = TransferId(f"{self._identity.engine}-{secrets.token_hex(8)}")
-            prompt = Prompt.of(request.prompt_token_ids, request.salt)
-            entry = PrefillHandoff(request.request_id, transfer, prompt)
+            entry = PrefillHandoff(request.request_id, transfer, request.prompt)
             self._prefilling[request.request_id] = entry
             self._by_transfer[transfer] = entry
         self._next.offer[entry.transfer] = Offer(
@@ -475,7 +479,8 @@ def make_scheduler(
     peers: PeerBoard,
     settings: FerrySettings,
     handoff_tokens: Callable[[int], int] | None = None,
+    hash_ahead: Callable[[Prompt], None] | None = None,
 ) -> HandoffScheduler:
     """The scheduler half for the configured transfer mode."""
     kinds = {kind.mode: kind for kind in (PullScheduler, PushScheduler)}
-    return kinds[settings.transfer.mode](identity, peers, settings, handoff_tokens)
+    return kinds[settings.transfer.mode](identity, peers, settings, handoff_tokens, hash_ahead)

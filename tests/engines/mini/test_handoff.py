@@ -1,6 +1,6 @@
 """All outcomes of a hand-off on decode as the engine sees them; the connector is a fake, and the KV is real."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,12 +9,15 @@ import torch
 
 from kvferry.connector.base import Match, Outcome
 from kvferry.engines.mini.api import FinishReason
+from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.ids import RequestId
 from kvferry.testing.fake_clock import FakeClock
 from kvferry.wire.first_token import FirstToken, encode_first_token
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import pack_tokens
 from tests.engines.mini.conftest import MakeEngine, ask, cache_of, finish, prompt_of, tokens_of
 from tests.engines.mini.sides import (
+    FOR_REMOTE,
     FROM_REMOTE,
     Side,
     answer_alone,
@@ -55,6 +58,35 @@ def test_decode_continues_after_the_prompt_and_computes_none_of_it(
     assert account is not None
     assert (account.handed_over, account.cached, account.recomputed) == (length, 0, 0)
     assert connector.seen.count("match d 0") == 1
+    p[1].release("p")
+    finish(p[0])
+
+
+def test_a_prompt_is_packed_once_per_request_and_its_block_hashes_go_along(
+    make_side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:  # R51
+    """The same packed tokens serve the prefix cache and what a hand-off is bound to."""
+    packed: list[int] = []
+
+    def count(token_ids: Sequence[int]) -> bytes:
+        packed.append(len(token_ids))
+        return pack_tokens(token_ids)
+
+    for module in ("kvferry.wire.prompt_digest", "kvferry.engines.mini.scheduling.block_manager"):
+        monkeypatch.setattr(f"{module}.pack_tokens", count)
+    prompt = prompt_of(40)
+    p, d = make_side(block_tokens=16), make_side(block_tokens=16)
+    p[0].add(ask("p", prompt, FOR_REMOTE, max_tokens=1))
+    (output,) = finish(p[0])["p"]
+    hashes: list[BlockHash] = []
+    chain_hashes(hashes, prompt, 16)
+    assert output.prompt_hashes == tuple(hashes)
+    assert packed == [40, 32], "once by the engine, and once just now"
+    d[0].add(ask("d", prompt, FROM_REMOTE))
+    until_waiting(d[0])
+    assert packed == [40, 32, 40]
+    bring(p, d, "d", 40)
+    finish(d[0])
     p[1].release("p")
     finish(p[0])
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from kvferry.layout.blocks import BlockTable
 from kvferry.layout.builders import block_major, head_range
 from kvferry.settings import FailurePolicy, FerrySettings, Role
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 
 __all__ = ["TOKEN_BYTES", "TinyEngine", "prompt_of"]
 
@@ -44,19 +46,18 @@ class _Request:
 
     request_id: RequestId
     """The transfer id: a request of the doctor is one hand-off."""
-    prompt: list[int]
+    tokens: list[int]
     handoff: HandoffParams | None
     blocks: tuple[int, ...]
     on_failure: FailurePolicy | None = FailurePolicy.RECOMPUTE
-    salt: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
+        return len(self.tokens)
 
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.prompt
+    @cached_property
+    def prompt(self) -> Prompt:
+        return Prompt.of(self.tokens)
 
     @property
     def tables(self) -> tuple[BlockTable, ...]:
@@ -196,7 +197,7 @@ class TinyEngine:
         left = request.num_prompt_tokens
         for index, block in enumerate(request.blocks):
             tokens = min(self._block_tokens, left - index * self._block_tokens)
-            want = self._computed(request.prompt, index)[..., :tokens, :]
+            want = self._computed(request.tokens, index)[..., :tokens, :]
             if not np.array_equal(self._cache[block][..., :tokens, :], want):
                 raise TransferError(
                     f"bytes differ in block {index} of {len(request.blocks)}, which holds the tokens from "

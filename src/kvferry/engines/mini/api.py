@@ -160,6 +160,8 @@ class Output:
     """Where the prompt's KV came from. Set on the first Output with tokens, and on the last one."""
     handoff: HandoffParams | None = None
     """What decode needs. Set on the last Output of a do_remote_decode request."""
+    prompt_hashes: tuple[bytes, ...] = ()
+    """The hashes of the prompt's whole blocks, if there is a prefix cache. Set where `handoff` is set."""
     timing: HandoffTiming | None = None
     """Set on the last Output of a request whose KV came from another engine."""
     stages: StageTimes | None = None

@@ -429,7 +429,10 @@ class Engine:
             )
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
-        return replace(output, handoff=params)
+        if params is None:
+            return output
+        blocks = request.num_prompt_tokens // self.settings.block_tokens
+        return replace(output, handoff=params, prompt_hashes=tuple(request.hashes[:blocks]))
 
     # Hand-offs
 

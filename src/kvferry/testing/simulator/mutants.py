@@ -208,7 +208,7 @@ def binding_not_checked(core: RankProtocol) -> None:
     """Prefill hands over what it has, for whatever prompt decode asks (R51)."""
 
     def offer(original: Callable[..., None], order: Offer, now_s: float) -> None:
-        original(replace(order, prompt=_AnyPrompt(b"", b"", b"")), now_s)
+        original(replace(order, prompt=_AnyPrompt(b"")), now_s)
 
     _patch(core.prefill, "offer", offer)
 

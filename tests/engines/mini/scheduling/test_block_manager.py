@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes, num_runs
 from kvferry.ids import TransferId
+from kvferry.wire.prompt_digest import pack_tokens
 from tests.harness.hypothesis_profile import examples
 
 
@@ -185,6 +186,18 @@ def test_hashes_under_different_salts_have_nothing_in_common() -> None:  # R38
     again: list[BlockHash] = []
     chain_hashes(again, tokens, 2, "a")
     assert again == ours
+
+
+@pytest.mark.parametrize("num_packed", [0, 3, 16, 37, 50])
+@pytest.mark.parametrize("num_known", [0, 1, 3])
+def test_hashes_are_the_same_whatever_is_packed_already(num_packed: int, num_known: int) -> None:
+    tokens = list(range(100, 150))
+    whole: list[BlockHash] = []
+    chain_hashes(whole, tokens, 16)
+    assert len(whole) == 3
+    known = whole[:num_known]
+    chain_hashes(known, tokens, 16, "", pack_tokens(tokens[:num_packed]))
+    assert known == whole
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

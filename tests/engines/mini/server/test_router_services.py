@@ -1,16 +1,15 @@
 """What a worker does for routers: it reports blocks, meets peers early, and continues a first token that was sent."""
 
 import base64
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.engines.mini.server.router_services import prompt_blocks
-from tests.harness.scripted_engine import ScriptedWorker, listening
+from tests.harness.scripted_engine import ScriptedWorker, answer_of, listening
 
 HASHES = [bytes([i]) * 32 for i in range(3)]
 
@@ -68,15 +67,16 @@ async def test_prefill_reports_the_prompts_blocks_if_asked() -> None:
     prompt = list(range(40, 50))
     body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": TICKET}
     wants = {"x-kvferry-want": "prompt-blocks"}
-    hashes: list[BlockHash] = []
-    chain_hashes(hashes, prompt, 4)
-    async with listening(FleetWorker()) as url:
+    hashes = [bytes([number]) * 32 for number in range(3)]
+    worker = FleetWorker()
+    worker.engine.script = lambda request: [replace(one, prompt_hashes=tuple(hashes)) for one in answer_of(request)]
+    async with listening(worker) as url:
         _, raw = await ask(url, "/v1/completions", body, headers=wants)
         assert base64.b64decode(_json(raw)["prompt_blocks"]) == b"".join(one[:8] for one in hashes)
         for asked in ({"json_body": body}, {"json_body": {**body, "kv_transfer_params": None}, "headers": wants}):
             _, raw = await ask(url, "/v1/completions", asked.pop("json_body"), **asked)
             assert "prompt_blocks" not in _json(raw)
-    assert prompt_blocks(prompt[:3], 4) == ""
+    assert prompt_blocks([]) == ""
 
 
 def _json(raw: bytes) -> dict[str, Any]:

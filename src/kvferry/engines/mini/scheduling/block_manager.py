@@ -18,27 +18,38 @@ from typing import NewType
 import numpy as np
 
 from kvferry.ids import TransferId
+from kvferry.wire.prompt_digest import TOKEN_BYTES, pack_tokens
 
 __all__ = ["BlockHash", "BlockManager", "chain_hashes", "num_runs"]
 
 BlockHash = NewType("BlockHash", bytes)
 """Identifies the tokens of a block and of all blocks before it."""
 
-HASH_DOMAIN = b"kvferry block hash 1"
+HASH_DOMAIN = b"kvferry block hash 2"  # 1: 64-bit tokens
 
 
-def chain_hashes(known: list[BlockHash], tokens: Sequence[int], block_tokens: int, salt: str = "") -> None:
+def chain_hashes(
+    known: list[BlockHash], tokens: Sequence[int], block_tokens: int, salt: str = "", packed: bytes = b""
+) -> None:
     """Extends `known` to one hash per whole block of `tokens`. Equal tokens under different salts have no hash in
     common (R38).
 
     SHA-256 gives the same hash in every process, and no client can make its prompt collide with another client's.
+    `packed` is as many of the first tokens as the caller has packed already (pack_tokens).
     """
+    start, stop = len(known) * block_tokens, len(tokens) // block_tokens * block_tokens
+    if start >= stop:
+        return
+    num_packed = len(packed) // TOKEN_BYTES
+    body = packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+    if num_packed < stop:
+        body += pack_tokens(tokens[max(start, num_packed) : stop])
     salted = hashlib.sha256(salt.encode()).digest() if salt and not known else b""
     parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little") + salted
-    for start in range(len(known) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        body = np.asarray(tokens[start : start + block_tokens], dtype="<i8").tobytes()
-        parent = BlockHash(hashlib.sha256(parent + body).digest())
-        known.append(BlockHash(parent))
+    size = block_tokens * TOKEN_BYTES
+    for at in range(0, len(body), size):
+        parent = BlockHash(hashlib.sha256(parent + body[at : at + size]).digest())
+        known.append(parent)
 
 
 def num_runs(block_ids: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """One request inside the engine: its tokens, blocks and progress, and where its prompt's KV came from."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from kvferry.engines.mini.api import GenerateRequest, SamplingParams, TokenLogprobs
 from kvferry.engines.mini.scheduling.block_manager import BlockHash
@@ -14,6 +14,7 @@ from kvferry.settings import FailurePolicy
 from kvferry.stats import HandoffTiming, PromptAccount, StageTimes
 from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 
 __all__ = ["GroupBlocks", "Request", "State"]
 
@@ -125,14 +126,14 @@ class Request:
         return len(self.spec.prompt_token_ids)
 
     @property
-    def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
-        return self.spec.prompt_token_ids
-
-    @property
     def salt(self) -> str:
         """What the KV depends on besides the tokens (wire.salt)."""
         return self.spec.salt
+
+    @cached_property
+    def prompt(self) -> Prompt:
+        """The prompt, packed once: for the hashes of its blocks, and for what a hand-off is bound to."""
+        return Prompt.of(self.spec.prompt_token_ids, self.spec.salt)
 
     @property
     def num_target_tokens(self) -> int:

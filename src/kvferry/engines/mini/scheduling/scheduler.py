@@ -235,7 +235,7 @@ class Scheduler:
         if self._prefix_caching and request.blocks and not request.draft_cache_start:
             num_tokens = verified_tokens(request.num_computed, len(request.tokens), self.trailing_dependency)
             if num_tokens // self.block_tokens > request.num_remembered:
-                chain_hashes(request.hashes, request.tokens, self.block_tokens, request.salt)
+                chain_hashes(request.hashes, request.tokens, self.block_tokens, request.salt, request.prompt.packed)
                 self.groups.remember(request, num_tokens)
 
     def _admit(self, plan: StepPlan, requests: Sequence[Request], budget: int, now_s: float) -> None:
@@ -278,7 +278,7 @@ class Scheduler:
         over (None: there is no hand-off), and how many fresh blocks each group needs."""
         hashes = request.hashes
         if self._prefix_caching:
-            chain_hashes(hashes, request.tokens, self.block_tokens, request.salt)
+            chain_hashes(hashes, request.tokens, self.block_tokens, request.salt, request.prompt.packed)
         hit, match, remote_stop = self._find(request, hashes)
         counts = self.groups.admission(hit, request.num_target_tokens, remote_stop)
         if hit.num_tokens and len(hit.block_ids) + sum(counts) > self.blocks.num_usable:

@@ -332,7 +332,7 @@ class WorkerServer:
                     reply.add(index, output)
                 body = reply.whole()
                 if job.handoff is not None and request.headers.get("x-kvferry-want") == "prompt-blocks":
-                    body["prompt_blocks"] = self._prompt_blocks(job)
+                    body["prompt_blocks"] = prompt_blocks(reply.choices[0].prompt_hashes)
                 response = web.Response(
                     body=msgspec.json.encode(body),
                     content_type="application/json",
@@ -484,10 +484,6 @@ class WorkerServer:
                 break
             await asyncio.sleep(_MEET_LOOK_EVERY_S)
         return state
-
-    def _prompt_blocks(self, job: Job) -> str:
-        size = self._description.get("limits", {}).get("block_tokens", 0)
-        return prompt_blocks(job.prompts[0].token_ids, size, job.salt) if size else ""
 
 
 def _json(body: object, unavailable: bool = False) -> web.Response:

@@ -36,6 +36,7 @@ class Choice:
     account: PromptAccount | None = None
     timing: HandoffTiming | None = None
     handoff: HandoffParams | None = None
+    prompt_hashes: tuple[bytes, ...] = ()
     stages: StageTimes | None = None
 
     def add(self, output: Output) -> None:
@@ -47,6 +48,7 @@ class Choice:
         self.account = output.account or self.account
         self.timing = output.timing or self.timing
         self.handoff = output.handoff or self.handoff
+        self.prompt_hashes = output.prompt_hashes or self.prompt_hashes
         self.stages = output.stages or self.stages
 
 

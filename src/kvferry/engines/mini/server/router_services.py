@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvferry.engines.mini.scheduling.block_manager import BlockHash, chain_hashes
 from kvferry.web.api_errors import ApiError
 
 __all__ = ["HASH_BYTES", "MeetBody", "Registrar", "packed_hashes", "prompt_blocks"]
@@ -45,10 +44,8 @@ def packed_hashes(hashes: Sequence[bytes]) -> bytes:
     return b"".join(key[:HASH_BYTES] for key in hashes)
 
 
-def prompt_blocks(token_ids: Sequence[int], block_tokens: int, salt: str = "") -> str:
+def prompt_blocks(hashes: Sequence[bytes]) -> str:
     """Returns the packed hashes of a prompt's whole blocks, in base64."""
-    hashes: list[BlockHash] = []
-    chain_hashes(hashes, token_ids, block_tokens, salt)
     return base64.b64encode(packed_hashes(hashes)).decode()
 
 

@@ -6,7 +6,7 @@ they name no transfer id (push with decode first), both sides derive the same on
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from kvferry.errors import RequestError
 from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy, TransferMode
 from kvferry.wire.params import HandoffParams
+from kvferry.wire.prompt_digest import Prompt
 from kvferry.wire.push_ids import ClientRequest, push_transfer_id
 from kvferry.wire.salt import make_salt
 
-__all__ = ["VllmRequest", "handoff_params", "parent_of", "salt_of", "tokens_of"]
+__all__ = ["VllmRequest", "handoff_params", "parent_of", "prompt_of"]
 
 _CHOICE = re.compile(r"\d+_(?P<parent>(?:chatcmpl|cmpl)-.+)", re.DOTALL)
 
@@ -31,9 +32,8 @@ class VllmRequest:
     request_id: RequestId
     num_prompt_tokens: int
     handoff: HandoffParams | None
-    prompt_token_ids: Sequence[int] = ()
-    """All of them, with those of the back-off."""
-    salt: str = ""
+    prompt: Prompt
+    """All tokens, with those of the back-off."""
     on_failure: FailurePolicy | None = None
 
     def without_handoff(self) -> "VllmRequest":
@@ -41,13 +41,13 @@ class VllmRequest:
         return replace(self, handoff=None)
 
 
-def tokens_of(request: Any) -> Sequence[int]:
-    """Returns a copy of a vLLM request's prompt; its length in zeros if it consists of embeddings (see `salt_of`)."""
+def prompt_of(request: Any) -> Prompt:
+    """Returns a vLLM request's prompt; its length in zeros if it consists of embeddings, which count as salt."""
     tokens = request.prompt_token_ids
-    return [0] * int(request.num_prompt_tokens) if tokens is None else list(tokens)
+    return Prompt.of([0] * int(request.num_prompt_tokens) if tokens is None else tokens, _salt_of(request))
 
 
-def salt_of(request: Any) -> str:
+def _salt_of(request: Any) -> str:
     """Returns what the KV of a vLLM request depends on besides its tokens, as vLLM's own block hashes have it."""
     inputs: list[object] = [
         ("mm", feature.identifier, feature.mm_position.offset, feature.mm_position.length)

@@ -22,7 +22,7 @@ from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.engines.vllm.describe.block_tables import GroupForm, tables_of
 from kvferry.engines.vllm.scheduler_side.choices import Choices
 from kvferry.engines.vllm.scheduler_side.prefix_hits import take_prefix_hits
-from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params, salt_of, tokens_of
+from kvferry.engines.vllm.scheduler_side.request_params import VllmRequest, handoff_params, prompt_of
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable
@@ -137,15 +137,16 @@ class VllmScheduler:
             return
         if params is None or not (params.do_remote_decode or params.do_remote_prefill):
             return
-        prompt, salt = tokens_of(request), salt_of(request)
+        another_carries_it = self._choices.arrived(request_id) is not None  # another choice of the same prompt
+        prompt = None if another_carries_it else prompt_of(request)
         if params.do_remote_decode:
             self._truncate(request)
-        if self._choices.arrived(request_id) is not None:
-            return  # another choice of the prompt carries the hand-off
+        if prompt is None:
+            return
         tokens = request.num_prompt_tokens
         if params.do_remote_prefill and tokens > self._backoff:
             tokens -= self._backoff
-        view = VllmRequest(RequestId(request_id), tokens, params, prompt, salt)
+        view = VllmRequest(RequestId(request_id), tokens, params, prompt)
         self._tracked[request_id] = _Tracked(view, request)
         self._half.on_new_request(view)
 
