@@ -71,6 +71,6 @@ def test_flags_of_the_router_reach_the_router() -> None:
 
 
 def test_names_and_limits_reach_the_workers() -> None:
-    flags = up._worker_argv(_parsed(up, "model", "--served-model-name", "m", "--max-body-bytes", "9"))
+    flags = up._worker_argv(_parsed(up, "model", "--served-model-name", "m", "also", "--max-body-bytes", "9"))
     worker = _parsed(serve, "model", *flags)
-    assert (worker.served_model_name, worker.max_body_bytes) == ("m", 9)
+    assert (worker.served_model_name, worker.max_body_bytes) == (["m", "also"], 9)

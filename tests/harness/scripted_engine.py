@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.engines.mini.api import FinishReason, GenerateRequest, Output, TokenLogprobs
-from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+from kvferry.engines.mini.server.app import WorkerServer
+from kvferry.engines.mini.settings import ServerSettings
 from kvferry.errors import RequestError
 from kvferry.ids import RequestId, TransferId
 from kvferry.settings import TransferMode

@@ -37,6 +37,7 @@ class VllmServer(ScriptedServer):
     mode: str = "pull"
     version: str = "0.32.0"
     models: tuple[str, ...] = ("tiny",)
+    num_models_asked: int = 0
     usage: float = 0.25
     running: int = 0
     waiting: int = 0
@@ -69,6 +70,7 @@ class VllmServer(ScriptedServer):
         return await _json({"version": self.version})
 
     async def _models(self, _: web.Request) -> web.Response:
+        self.num_models_asked += 1
         return await _json({"data": [{"id": name, "max_model_len": 2048} for name in self.models]})
 
     async def _metrics(self, _: web.Request) -> web.Response:

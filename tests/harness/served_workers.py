@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from kvferry.engines.mini.engine import Engine
 from kvferry.engines.mini.ranks.executor import LocalExecutor
-from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
-from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.server.app import WorkerServer
+from kvferry.engines.mini.settings import EngineSettings, ServerSettings
 from kvferry.engines.mini.step import StepInput
 from kvferry.engines.mini.worker import WorkerSettings, build_worker
 from kvferry.handoff.orders import StepOrders

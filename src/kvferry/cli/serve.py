@@ -3,13 +3,19 @@
 import argparse
 import logging
 from contextlib import ExitStack
-from pathlib import Path
 
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.parent_death import die_with_supervisor
-from kvferry.cli.support.worker_flags import add_worker_flags, check_side_channel, engine_settings, ferry_settings
+from kvferry.cli.support.worker_flags import (
+    add_name_flag,
+    add_worker_flags,
+    check_side_channel,
+    engine_settings,
+    ferry_settings,
+    served_names,
+)
 from kvferry.engines.mini.ranks.launcher import Launcher
-from kvferry.engines.mini.settings import EngineSettings
+from kvferry.engines.mini.settings import EngineSettings, ServerSettings
 from kvferry.errors import ConfigError, FerryError
 from kvferry.router.fleet.workers import check_url
 from kvferry.router.keys import read_keys
@@ -34,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=8000, metavar="PORT", help="port to listen on; 0 takes a free one (default: 8000)"
     )
     parser.add_argument("--engine-id", metavar="NAME", help="the worker's name in the fleet (default: a random one)")
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name in the API (default: from the path)"
-    )
+    add_name_flag(parser)
     parser.add_argument(
         "--ready-file", metavar="FILE",
         help="written as soon as requests are answered: JSON with pid, url and engine (default: none)",
@@ -129,7 +133,7 @@ def _serve_with(
 ) -> ExitCode:
     # Imported late: a wrong flag or a port in use is reported before torch is loaded.
     from kvferry.cli.support.loading_display import show_loading
-    from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+    from kvferry.engines.mini.server.app import WorkerServer
     from kvferry.engines.mini.server.etcd_registration import EtcdRegistrar
     from kvferry.engines.mini.server.router_services import Registrar
     from kvferry.engines.mini.worker import WorkerSettings, build_worker
@@ -138,9 +142,10 @@ def _serve_with(
     settings = WorkerSettings(engine=engine, ferry=ferry, role=Role(args.role), engine_id=args.engine_id)
     worker = build_worker(settings, launcher)
     try:
-        model_name = args.served_model_name or Path(args.model).name.removesuffix(".gguf")
+        model_name, *more_names = served_names(args)
         serving = ServerSettings(
             model_name=model_name,
+            more_names=tuple(more_names),
             max_model_len=worker.engine.longest_request,
             vocab_size=worker.engine.model.config.vocab_size,
             max_body_bytes=args.max_body_bytes,

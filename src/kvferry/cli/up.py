@@ -16,6 +16,7 @@ from kvferry.cli.support.router_flags import add_router_flags, router_argv, rout
 from kvferry.cli.support.supervisor import Child, ChildEnded, ChildSpec, Supervisor
 from kvferry.cli.support.terminal import Terminal, plural
 from kvferry.cli.support.worker_flags import (
+    add_name_flag,
     add_worker_flags,
     check_side_channel,
     engine_settings,
@@ -48,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=8080, metavar="PORT", help="port of the router; 0 takes a free one (default: 8080)"
     )
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name in the API (default: from the path)"
-    )
+    add_name_flag(parser)
     parser.add_argument("--restart", action="store_true", help="start a process that has ended again")
     parser.add_argument(
         "--start-timeout",
@@ -173,7 +172,7 @@ def _worker_argv(args: argparse.Namespace) -> tuple[str, ...]:
     # What the router lets through, a worker must take as well.
     more = ["--max-body-bytes", str(args.router_max_body_bytes)]
     if args.served_model_name is not None:
-        more += ["--served-model-name", args.served_model_name]
+        more += ["--served-model-name", *args.served_model_name]
     return (*worker_argv(args), *more)
 
 

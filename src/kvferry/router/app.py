@@ -20,6 +20,7 @@ from kvferry.router.fleet.admission import Admission
 from kvferry.router.fleet.discovery import FleetFile, Registration, Registrations
 from kvferry.router.fleet.etcd_watch import EtcdFleet
 from kvferry.router.fleet.handoff_cost import HandoffCost
+from kvferry.router.fleet.model_names import served_models
 from kvferry.router.fleet.prefixes import Prefixes
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet, check_url
@@ -39,6 +40,7 @@ from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, req
 from kvferry.web.body_fields import BODIES_HELD, BodyRoom, read_fields
 from kvferry.web.etcd import check_etcd
 from kvferry.web.json_body import decode_body
+from kvferry.web.models import model_routes
 from kvferry.web.origin import refuse_page
 
 if TYPE_CHECKING:
@@ -137,7 +139,7 @@ class Router:
             [
                 web.post("/v1/completions", self._generate),
                 web.post("/v1/chat/completions", self._generate),
-                web.get("/v1/models", self._models),
+                *model_routes(lambda: served_models(self.fleet)),
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
@@ -230,12 +232,6 @@ class Router:
                 served = {} if dispatch is None else dispatch.served
                 self.observers.emit(number, "ended", status=status, **served)
         return response
-
-    async def _models(self, _: web.Request) -> web.Response:
-        usable = [w.info for w in self.fleet.workers if w.info is not None and w.unusable_reason is None]
-        names = sorted({name for info in usable for name in info.models})
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "kvferry"} for name in names]
-        return _json({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
         """Answers 200 while requests are taken, even without hand-offs (`degraded`), else 503 with the reasons."""

@@ -166,7 +166,7 @@ class WorkerCalls:
         others = [one for one in fleet.decode if one not in failed.decode]
         if worker.assigned_role is Role.PREFILL:
             others += [one for one in fleet.prefill if one not in failed.prefill]
-        others = fleet.serving(self._body.model, others, fleet.workers)
+        others = fleet.serving(self._body.model, others)
         return any(one.unusable_reason is None and one.longest_request > worker.longest_request for one in others)
 
     # ---- the hand-off that prefill may have offered ----

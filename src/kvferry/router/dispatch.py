@@ -159,7 +159,7 @@ class Dispatch:
     def _decode_only(self, decode: Worker) -> PrefillOutcome:
         """Returns the reason why no worker can prefill for `decode`."""
         failures = [str(failure) for failure in self._failed.failures if failure.worker.assigned_role == "prefill"]
-        reasons = "; ".join(failures) if failures else self._fleet.no_prefill_reason(decode)
+        reasons = "; ".join(failures) if failures else self._fleet.no_prefill_reason(decode, self._body.model)
         return PrefillOutcome(reason="prefill " + reasons)
 
     async def _decode(self, decode: Worker, outcome: PrefillOutcome) -> web.StreamResponse:

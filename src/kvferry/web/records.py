@@ -12,6 +12,7 @@ __all__ = [
     "Handoffs",
     "Limits",
     "Load",
+    "ModelCard",
     "Room",
     "Served",
     "SideChannelAddress",
@@ -192,6 +193,22 @@ class CacheMark(msgspec.Struct, frozen=True):
     blocks: int = 0
 
 
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """A name that requests may give as `model`: an entry of GET /v1/models, with the fields of vLLM's."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    """When its server was started, in seconds since 1970."""
+    owned_by: str = "kvferry"
+    root: str | None = None
+    """The model's files or hub name, or those of the adapter, as the server was given them."""
+    parent: str | None = None
+    """For an adapter, the model that it adapts."""
+    max_model_len: int | None = None
+    """The most tokens of a prompt and its answer together. None: not reported."""
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of GET /v1/kvferry that the router reads. Unknown fields are skipped."""
 
@@ -205,8 +222,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     side_channel: SideChannelAddress = SideChannelAddress()
     model: str = ""
-    more_models: tuple[str, ...] = ()
-    """Other names that a vLLM server takes: of the same model, or of its adapters."""
+    """The first of its names. It names the model in answers to requests that name none."""
+    models: tuple[ModelCard, ...] = ()
+    """All names that requests may give. Empty: a worker that takes `model` only."""
     state: str = "ready"
     """`ready`, or why it takes no new requests: `draining`, or a sentence."""
     load: Load = Load()
@@ -225,6 +243,6 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     protocol: msgspec.Raw = msgspec.Raw(b"null")
 
     @property
-    def models(self) -> tuple[str, ...]:
-        """All names that requests may give as `model`."""
-        return (self.model, *self.more_models)
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may give as `model`. Empty: it does not report them."""
+        return tuple(card.id for card in self.models) or ((self.model,) if self.model else ())

@@ -9,6 +9,7 @@ import socket
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvferry.cli.support.parser import metavar_of
@@ -30,11 +31,13 @@ from kvferry.transport.registry import TRANSPORTS
 __all__ = [
     "FLAGS",
     "Flag",
+    "add_name_flag",
     "add_worker_flags",
     "check_side_channel",
     "engine_settings",
     "ferry_settings",
     "field_docs",
+    "served_names",
     "worker_argv",
 ]
 
@@ -127,6 +130,21 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     engine.add_argument("--no-prefix-caching", action="store_true", help="Compute every prompt from its first token.")
     ferry.add_argument("--strict", action="store_true", help=field_docs(FerrySettings)["strict"])
+
+
+def add_name_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the names of the model in the API."""
+    parser.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME",
+        help="the names of the model in the API; an answer has the name that its request gave, and else the first "
+        "(default: one, from the path)",
+    )  # fmt: skip
+
+
+def served_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the names of the model in the API, each once, or the one that its path gives."""
+    given: list[str] = args.served_model_name or [Path(args.model).name.removesuffix(".gguf")]
+    return tuple(dict.fromkeys(given))
 
 
 def _cache_default() -> float:

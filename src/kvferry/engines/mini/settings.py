@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.errors import ConfigError
 
-__all__ = ["DTYPES", "KV_DTYPES", "ON_RANK_DEATH", "EngineSettings"]
+__all__ = ["DTYPES", "KV_DTYPES", "ON_RANK_DEATH", "EngineSettings", "ServerSettings"]
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "fp8_e4m3", "fp8_e4m3_token")
@@ -104,3 +104,41 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name}={value!r} must be at least {low}. Raise it, or leave it out.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the HTTP server behaves. Values out of range raise ConfigError."""
+
+    model_name: str
+    """The model's name in /v1/models, and in answers to requests that name no model."""
+
+    more_names: tuple[str, ...] = ()
+    """Further names that requests may give as `model`. An answer has the name that its request gave."""
+
+    max_model_len: int
+    """The most tokens of prompt and answer together, by the model's context and by the size of the cache."""
+
+    vocab_size: int
+    """Token ids in prompts must be below this number."""
+
+    max_body_bytes: int = 32 << 20
+    """Longer bodies are refused with 413."""
+
+    max_open_requests: int = 1024
+    """The most sequences at once; more are refused with 503 and Retry-After."""
+
+    drain_timeout_s: float = 30.0
+    """A draining worker ends after this long, whatever is still open."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may give as `model`."""
+        return (self.model_name, *self.more_names)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"server.{name}={getattr(self, name)!r} must be at least 1")
+        if not self.drain_timeout_s >= 0:
+            raise ConfigError(f"server.drain_timeout_s={self.drain_timeout_s!r} must be 0 or more: set --drain-timeout")

@@ -13,6 +13,7 @@ import time
 from typing import Protocol
 
 from kvferry.router.fleet.failures import FailedAttempts
+from kvferry.router.fleet.model_names import check_model
 from kvferry.router.fleet.policies import PromptEstimate
 from kvferry.router.fleet.worker import Worker
 from kvferry.router.fleet.workers import Fleet, long_enough
@@ -52,7 +53,7 @@ class Admission:
             _forgive(failed)
             candidates: list[Worker] = []
             if len(failed.of_decode) < settings.max_attempts:
-                candidates = fleet.serving(model, fleet.decode_candidates(failed.decode), fleet.decode)
+                candidates = fleet.decode_candidates(failed.decode, model)
             num_needed = request.num_needed(prompt.num_tokens)
             candidates = self._long_enough(candidates, num_needed, prompt, model)
             # No room is free for what no worker can ever hold: waiting for it would help no one.
@@ -67,6 +68,8 @@ class Admission:
             if not candidates:
                 back_by_s = max(fleet.last_lost_s(model), self._unsure_since_s(failed)) + settings.restart_wait_s
                 if now_s >= back_by_s or len(failed.of_decode) >= settings.max_attempts:
+                    if model is not None and await check_model(fleet, model):
+                        continue
                     raise self._no_decode_worker(failed)
                 if self.num_waiting >= settings.max_waiting:
                     raise self._no_decode_worker(failed, f"; {self.num_waiting} requests wait for one already")
@@ -86,7 +89,7 @@ class Admission:
         """Returns those candidates that can hold the request. Raises ApiError 400 if no worker of the fleet can, tried
         or not, down or not."""
         able = long_enough(candidates, num_needed, exact=prompt.exact)
-        everyone = self._fleet.serving(model, list(self._fleet.decode), self._fleet.decode)
+        everyone = self._fleet.serving(model, self._fleet.decode)
         longest = max((worker.longest_request for worker in everyone), default=math.inf)
         if able or longest >= num_needed:
             return able

@@ -14,9 +14,9 @@ import msgspec
 
 from kvferry.errors import PeerError
 from kvferry.router.fleet.worker import Worker
-from kvferry.web.records import Handoffs, Limits, Load, Room, WorkerInfo
+from kvferry.web.records import Handoffs, Limits, Load, ModelCard, Room, WorkerInfo
 
-__all__ = ["NotAWorker", "ask_what_it_is", "metrics_of_vllm"]
+__all__ = ["NotAWorker", "ask_what_it_is", "ask_which_models", "metrics_of_vllm"]
 
 _NUMBER = re.compile(
     rb"^(vllm:[a-z_]+|kvferry_handoffs_[a-z]+_total|process_start_time_seconds)(\{[^}]*\})? ([0-9.eE+-]+|NaN)\s*$",
@@ -34,13 +34,8 @@ class _Version(msgspec.Struct, frozen=True):
     version: str
 
 
-class _Model(msgspec.Struct, frozen=True):
-    id: str
-    max_model_len: int | None = None
-
-
 class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+    data: tuple[ModelCard, ...]
 
 
 async def ask_what_it_is(session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout) -> WorkerInfo:
@@ -93,13 +88,12 @@ async def _identify_vllm(session: aiohttp.ClientSession, worker: Worker, timeout
         raise NotAWorker(
             f"GET /v1/kvferry answered 404 and GET /version {status}: is it a kvferry worker, or a vLLM server?"
         )
-    _, models = await _get(session, f"{worker.url}/v1/models", timeout)
     try:
         version = msgspec.json.decode(body, type=_Version).version
-        served = msgspec.json.decode(models, type=_Models).data
     except msgspec.MsgspecError as error:
-        raise NotAWorker(f"GET /version or /v1/models did not return what a vLLM server does: {error}") from error
-    first = served[0] if served else _Model("")
+        raise NotAWorker(f"GET /version did not return what a vLLM server does: {error}") from error
+    models = await ask_which_models(session, worker, timeout)
+    first = models[0] if models else ModelCard(id="")
     return WorkerInfo(
         engine=f"vllm@{urlsplit(worker.url).netloc}",
         incarnation="",
@@ -107,9 +101,20 @@ async def _identify_vllm(session: aiohttp.ClientSession, worker: Worker, timeout
         kind="vllm",
         version=version,
         model=first.id,
-        more_models=tuple(model.id for model in served[1:]),
+        models=models,
         limits=Limits(max_model_len=first.max_model_len or 0),
     )
+
+
+async def ask_which_models(
+    session: aiohttp.ClientSession, worker: Worker, timeout: aiohttp.ClientTimeout
+) -> tuple[ModelCard, ...]:
+    """Returns the models and adapters that a vLLM server serves now. Raises as `ask_what_it_is`."""
+    _, body = await _get(session, f"{worker.url}/v1/models", timeout)
+    try:
+        return msgspec.json.decode(body, type=_Models).data
+    except msgspec.MsgspecError as error:
+        raise NotAWorker(f"GET /v1/models did not return what a vLLM server does: {error}") from error
 
 
 async def _get(session: aiohttp.ClientSession, url: str, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:

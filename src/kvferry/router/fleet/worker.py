@@ -152,6 +152,12 @@ class Worker:
         """True if one hand-off serves all choices of a request there. Not with vLLM's own connectors."""
         return self.info is not None and (self.info.kind != "vllm" or self.info.handoffs is not None)
 
+    def serves(self, model: str | None) -> bool:
+        """True if requests may give this name as `model`, as far as is known; None: they give no name."""
+        if model is None or self.info is None:
+            return model is None
+        return not self.info.names or model in self.info.names
+
     def learn(self, learned: Learned) -> None:
         """Takes over what the worker's returned parameters say about it."""
         self.learned = learned

@@ -25,7 +25,7 @@ from kvferry.errors import ConfigError
 from kvferry.router.fleet.pair_records import Pairs
 from kvferry.router.fleet.policies import PromptEstimate, make_policy
 from kvferry.router.fleet.prefixes import unpack_hashes
-from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is
+from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is, ask_which_models
 from kvferry.router.fleet.worker import Cached, Source, Worker, find_conflicts
 from kvferry.router.settings import PolicyName, RouterSettings
 from kvferry.settings import Role
@@ -75,12 +75,13 @@ class Fleet:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._asking: dict[Worker, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
-        self._decode_left_s = -math.inf
-        """When a usable decode worker last left the fleet, as a registered one does before it restarts (monotonic)."""
+        self._left: dict[Worker, float] = {}
+        """When usable decode workers left the fleet (monotonic), as registered ones do before they restart."""
+        self._models_asked_s = -math.inf
         self.on_up: list[Callable[[Worker], None]] = []
+        """Callbacks for a worker that is up: for the first time, again, or as a new process. They must not block."""
         self.on_handoffs: list[Callable[[Worker, int, int], None]] = []
         """Called with the number of hand-offs that have landed and failed on a worker whose answers do not say it."""
-        """Callbacks for a worker that is up: for the first time, again, or as a new process. They must not block."""
         self.on_gone: list[Callable[[Worker], None]] = []
         """Callbacks for a worker that leaves the fleet. They must not block."""
 
@@ -134,7 +135,9 @@ class Fleet:
         """Removes a worker. It gets no new requests; its open requests go on."""
         worker.gone = True
         if worker.assigned_role is Role.DECODE and worker.unusable_reason is None:
-            self._decode_left_s = time.monotonic()
+            now_s = time.monotonic()
+            self._left = {one: left_s for one, left_s in self._left.items()
+                          if left_s + self._settings.restart_wait_s > now_s} | {worker: now_s}  # fmt: skip
         for own in (self.prefill, self.decode):
             if worker in own:
                 own.remove(worker)
@@ -286,16 +289,17 @@ class Fleet:
     def last_lost_s(self, model: str | None) -> float:
         """Returns when the last decode worker that served `model` ceased to be usable (monotonic), or minus infinity if
         there never was one."""
-        served = self.serving(model, list(self.decode), self.decode)
-        return max([self._decode_left_s, *(worker.lost_s for worker in served)])
+        times_s = [worker.lost_s for worker in self.serving(model, self.decode)]
+        times_s += [left_s for worker, left_s in self._left.items() if worker.serves(model)]
+        return max(times_s, default=-math.inf)
 
-    def decode_candidates(self, tried: Container[Worker]) -> list[Worker]:
-        """Returns the decode workers that were not tried and may serve.
+    def decode_candidates(self, tried: Container[Worker], model: str | None) -> list[Worker]:
+        """Returns the decode workers that serve the model, were not tried and may serve now.
 
         A try is better than a refusal. So if there is no other, these are workers whose breaker is open, or else
         workers whose only fault is that they have not answered their latest health checks in time.
         """
-        left = [worker for worker in self.decode if worker not in tried]
+        left = [worker for worker in self.serving(model, self.decode) if worker not in tried]
         usable = [worker for worker in left if worker.unusable_reason is None]
         now_s = time.monotonic()
         return (
@@ -309,18 +313,34 @@ class Fleet:
         return self._policies[Role.DECODE].choose(candidates, prompt)
 
     @staticmethod
-    def serving(model: str | None, workers: list[Worker], role: Sequence[Worker]) -> list[Worker]:
-        """Returns those of `workers` that serve this model. All of them, if no worker in `role` serves it: refusing the
-        name is then left to a worker."""
-        if model is None or not any(worker.info is not None and model in worker.info.models for worker in role):
-            return workers
-        return [worker for worker in workers if worker.info is not None and model in worker.info.models]
+    def serving(model: str | None, workers: Sequence[Worker]) -> list[Worker]:
+        """Returns those of `workers` that serve this model, as far as is known; all of them if it is None."""
+        return [worker for worker in workers if worker.serves(model)]
+
+    async def learn_models(self) -> None:
+        """Asks vLLM servers again which models they serve, because adapters come and go without a restart: at most once
+        per `health_every_s`. Never raises."""
+        now_s = time.monotonic()
+        if self._session is None or now_s < self._models_asked_s + self._settings.health_every_s:
+            return
+        self._models_asked_s = now_s
+        servers = [worker for worker in self.workers if worker.is_vllm and worker.unusable_reason is None]
+        await asyncio.gather(*(self._learn_models(self._session, worker) for worker in servers))
+
+    async def _learn_models(self, session: aiohttp.ClientSession, worker: Worker) -> None:
+        try:
+            models = await ask_which_models(session, worker, aiohttp.ClientTimeout(self._settings.health_timeout_s))
+        except (NotAWorker, TimeoutError, aiohttp.ClientError, OSError) as error:
+            logger.warning("models not known peer=%s cause=%s", worker.name, reason_of(error))
+            return
+        if worker.info is not None:
+            worker.info = msgspec.structs.replace(worker.info, models=models)
 
     def longest_request(self, model: str | None) -> int:
         """Returns the most tokens of a prompt and its answer that a decode worker takes which may serve this model; 0
         if one of them does not say."""
         usable = [worker for worker in self.decode if worker.unusable_reason is None]
-        longest = max((one.longest_request for one in self.serving(model, usable, self.decode)), default=math.inf)
+        longest = max((one.longest_request for one in self.serving(model, usable)), default=math.inf)
         return 0 if longest == math.inf else int(longest)
 
     def pick_prefill(
@@ -336,7 +356,7 @@ class Fleet:
             and worker.unavailable_reason() is None
             and (decode is None or self.pair_reason(worker, decode) is None)
         ]
-        usable = long_enough(self.serving(model, usable, self.prefill), prompt.num_tokens + 1, exact=prompt.exact)
+        usable = long_enough(self.serving(model, usable), prompt.num_tokens + 1, exact=prompt.exact)
         return self._policies[Role.PREFILL].choose(usable, prompt) if usable else None
 
     def has_prefill(self, decode: Worker) -> bool:
@@ -351,14 +371,16 @@ class Fleet:
         """Returns why the pair gets no request now: `mismatch_reason`, or its open breaker. None if it may get one."""
         return self.mismatch_reason(prefill, decode) or self.pairs.breaker_reason(prefill, decode)
 
-    def no_prefill_reason(self, decode: Worker) -> str:
-        """Returns why no prefill worker can serve together with this decode worker."""
+    def no_prefill_reason(self, decode: Worker, model: str | None = None) -> str:
+        """Returns why no prefill worker can serve requests for this model together with this decode worker."""
         if not self.prefill:
             return "no prefill worker is configured"
-        return "; ".join(self._reason_without(worker, decode) for worker in self.prefill)
+        return "; ".join(self._reason_without(worker, decode, model) for worker in self.prefill)
 
-    def _reason_without(self, prefill: Worker, decode: Worker) -> str:
+    def _reason_without(self, prefill: Worker, decode: Worker, model: str | None) -> str:
         reason = prefill.unavailable_reason()
+        if reason is None and not prefill.serves(model):
+            reason = f"{prefill.name} does not serve the model {model!r}"
         if reason is None and (mismatch := self.pair_reason(prefill, decode)) is not None:
             reason = f"{prefill.name} does not fit {decode.name}: {mismatch}"
         return reason or f"{prefill.name} takes at most {prefill.longest_request:g} tokens"

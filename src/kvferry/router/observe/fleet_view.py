@@ -99,6 +99,7 @@ def _worker(worker: Worker, now_s: float) -> dict[str, object]:
         "role": info.role if info else None,
         "mode": worker.mode,
         "model": info.model if info else None,
+        "models": list(info.names) if info else [],
         "usable": worker.unusable_reason is None,
         "why": worker.unusable_reason or "",
         "breaker": worker.breaker.state(now_s),

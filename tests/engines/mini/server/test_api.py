@@ -260,6 +260,9 @@ async def test_a_messages_field_that_the_template_does_not_read_is_refused() -> 
 async def test_models_health_metrics_and_description(url: str, client: openai.AsyncOpenAI) -> None:
     models = await client.models.list()
     assert [model.id for model in models.data] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).to_dict()["max_model_len"] == 500
+    with pytest.raises(openai.NotFoundError, match="model='other' is not served here: send 'tiny'"):
+        await client.models.retrieve("other")
     await client.completions.create(model="tiny", prompt="Hello", max_tokens=5)
     async with aiohttp.ClientSession() as session:
         health = await session.get(f"{url}/health")
@@ -271,6 +274,22 @@ async def test_models_health_metrics_and_description(url: str, client: openai.As
         description = await (await session.get(f"{url}/v1/kvferry")).json()
         assert description["engine"] == "scripted"
         assert description["state"] == "ready"
+
+
+async def test_every_name_is_served_and_an_answer_has_the_name_that_was_asked_for() -> None:
+    async with listening(more_names=("org/alias",)) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in (await client.models.list()).data] == ["tiny", "org/alias"]
+            assert (await client.models.retrieve("org/alias")).id == "org/alias"
+            for name in ("tiny", "org/alias"):
+                assert (await client.completions.create(model=name, prompt="Hello", max_tokens=1)).model == name
+            with pytest.raises(openai.NotFoundError, match="send 'tiny' or 'org/alias'"):
+                await client.completions.create(model="other", prompt="Hello")
+        async with aiohttp.ClientSession() as session:
+            response = await session.post(f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 1})
+            assert (await response.json())["model"] == "tiny"
+            description = await (await session.get(f"{url}/v1/kvferry")).json()
+    assert [card["id"] for card in description["models"]] == ["tiny", "org/alias"]
 
 
 async def test_request_id_is_taken_and_echoed(url: str) -> None:

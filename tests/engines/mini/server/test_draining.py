@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+from kvferry.engines.mini.server.app import WorkerServer
+from kvferry.engines.mini.settings import ServerSettings
 from kvferry.errors import ConfigError
 from kvferry.web.listen import Listener, serve_until_signal
 from tests.harness.scripted_engine import ScriptedWorker, a_server

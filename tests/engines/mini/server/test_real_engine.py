@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from kvferry.engines.mini.engine import Engine
-from kvferry.engines.mini.server.app import ServerSettings, WorkerServer
+from kvferry.engines.mini.server.app import WorkerServer
 from kvferry.engines.mini.server.request_fields import Done, fields_of
+from kvferry.engines.mini.settings import ServerSettings
 from kvferry.engines.mini.speculation_settings import SpeculationSettings
 from kvferry.ids import TransferId
 from kvferry.web.listen import Listener

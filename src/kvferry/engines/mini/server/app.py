@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,15 +41,18 @@ from kvferry.engines.mini.server.request_reader import RequestReader
 from kvferry.engines.mini.server.request_traces import Traces
 from kvferry.engines.mini.server.router_services import MeetBody, packed_hashes, prompt_blocks
 from kvferry.engines.mini.server.token_logprobs import TokenNames
-from kvferry.errors import ConfigError, FerryError, Overloaded
+from kvferry.engines.mini.settings import ServerSettings
+from kvferry.errors import FerryError, Overloaded
 from kvferry.ids import TransferId
 from kvferry.web.api_errors import ApiError, as_api_error, error_middleware, request_id_of
 from kvferry.web.json_body import decode_body
+from kvferry.web.models import model_routes, unknown_model
 from kvferry.web.origin import no_page
+from kvferry.web.records import ModelCard
 from kvferry.web.stages import TRACE_PATH
 from kvferry.wire.salt import make_salt
 
-__all__ = ["ReleaseBody", "ServerSettings", "WorkerLike", "WorkerServer"]
+__all__ = ["ReleaseBody", "WorkerLike", "WorkerServer"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,36 +60,6 @@ _SNAPSHOT_WAIT_S = 0.25
 _MAX_REASON_CHARS = 200
 _MEET_LOOKS = 200
 _MEET_LOOK_EVERY_S = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """How the HTTP server behaves. Values out of range raise ConfigError."""
-
-    model_name: str
-    """The model's name in /v1/models and in every answer."""
-
-    max_model_len: int
-    """The most tokens of prompt and answer together, by the model's context and by the size of the cache."""
-
-    vocab_size: int
-    """Token ids in prompts must be below this number."""
-
-    max_body_bytes: int = 32 << 20
-    """Longer bodies are refused with 413."""
-
-    max_open_requests: int = 1024
-    """The most sequences at once; more are refused with 503 and Retry-After."""
-
-    drain_timeout_s: float = 30.0
-    """A draining worker ends after this long, whatever is still open."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_model_len", "vocab_size", "max_body_bytes", "max_open_requests"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"server.{name}={getattr(self, name)!r} must be at least 1")
-        if not self.drain_timeout_s >= 0:
-            raise ConfigError(f"server.drain_timeout_s={self.drain_timeout_s!r} must be 0 or more: set --drain-timeout")
 
 
 class WorkerLike(Drains, Protocol):
@@ -133,6 +105,7 @@ class WorkerServer:
             max_waiting=settings.max_open_requests,
         )
         self._metrics = WorkerMetrics()
+        self._started_s = int(time.time())
         self._traces = Traces()
         self._serial = itertools.count()
         self._num_answering = 0
@@ -155,7 +128,7 @@ class WorkerServer:
             [
                 web.post("/v1/completions", self._declining(self._completions)),
                 web.post("/v1/chat/completions", self._declining(self._chat)),
-                web.get("/v1/models", self._models),
+                *model_routes(self._cards),
                 web.get("/health", self._health),
                 web.get("/metrics", self._get_metrics),
                 web.get("/v1/kvferry", self._describe),
@@ -254,7 +227,7 @@ class WorkerServer:
             num_choices = 1  # decode makes the choices; prefill computes their prompt
         return Job(
             request_id=request_id_of(request),
-            model=self._settings.model_name,
+            model=self._settings.model_name if body.model is None else body.model,
             prompts=prompts,
             samplings=tuple(
                 sampling_of(body, max_tokens=max_tokens, logprobs=num_logprobs, seed_offset=i)
@@ -275,13 +248,8 @@ class WorkerServer:
 
     def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int) -> None:
         settings = self._settings
-        if body.model is not None and body.model != settings.model_name:
-            raise ApiError(
-                404,
-                f"model={body.model!r} is not served here: send {settings.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if body.model is not None and body.model not in settings.names:
+            raise unknown_model(body.model, settings.names)
         num_choices = 1 if body.n is None else body.n
         if num_choices * len(prompts) > MAX_CHOICES:
             raise ApiError(
@@ -386,15 +354,12 @@ class WorkerServer:
     def _engine_id(self) -> str:
         return str(self._description.get("engine", ""))
 
-    async def _models(self, _: web.Request) -> web.Response:
-        model = {
-            "id": self._settings.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "kvferry",
-            "max_model_len": self._settings.max_model_len,
-        }
-        return _json({"object": "list", "data": [model]})
+    def _cards(self) -> list[ModelCard]:
+        card = ModelCard(
+            id="", created=self._started_s, root=self._description.get("model"),
+            max_model_len=self._settings.max_model_len,
+        )  # fmt: skip
+        return [msgspec.structs.replace(card, id=name) for name in self._settings.names]
 
     async def _health(self, _: web.Request) -> web.Response:
         state = self._state()
@@ -426,6 +391,7 @@ class WorkerServer:
         self._description = await self._snapshot(self._worker.describe, self._description)
         own = {
             "model": self._settings.model_name,
+            "models": self._cards(),
             "state": self._state(),
             "load": {"open_requests": self._engine.num_open},
         }
