@@ -5,12 +5,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 import openai
 import pytest
 from aiohttp import web
 
 from tests.harness.scripted_vllm import VllmServer
-from tests.harness.scripted_worker import Asked, Script, a_decode, a_prefill, fleet, prefill_script, refusing
+from tests.harness.scripted_worker import (
+    Asked,
+    Script,
+    a_decode,
+    a_prefill,
+    decode_script,
+    fleet,
+    hanging,
+    prefill_script,
+    refusing,
+)
+from tests.harness.until import until_async
 from tests.router.test_dispatch import BODY, post
 
 CHUNK: dict[str, Any] = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "tiny"}
@@ -122,6 +134,36 @@ async def test_errors_of_the_router_are_understood_by_the_client() -> None:
         with pytest.raises(openai.InternalServerError, match="no room") as caught:
             await client.completions.create(model="tiny", prompt="x")
     assert caught.value.status_code == 503
+
+
+async def test_the_client_sends_a_request_again_after_the_time_that_a_503_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+
+    async def wait(delay_s: float) -> None:
+        waits.append(delay_s)
+        d.script = decode_script
+
+    monkeypatch.setattr(anyio, "sleep", wait)  # how the client waits
+    d = a_decode(script=refusing(503))
+    async with client_of(a_prefill(), d) as (client, url):
+        response, _ = await post(url, BODY)
+        answer = await client.with_options(max_retries=1).completions.create(model="tiny", prompt="x")
+    assert answer.choices[0].text == "ab"
+    assert waits == [float(response.headers["Retry-After"])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_does_not_wait_any_longer_ends_its_request_everywhere(stream: bool) -> None:
+    p, d = a_prefill(script=hanging), a_decode()
+    async with client_of(p, d) as (client, _):
+        with pytest.raises(openai.APITimeoutError):
+            await client.completions.create(
+                model="tiny", prompt="x", stream=stream, timeout=openai.Timeout(None, read=0.2)
+            )
+        await until_async(lambda: all(asked.cancelled for asked in p.asked), "prefill's request has ended")
+    assert not d.asked
 
 
 @pytest.mark.parametrize(
