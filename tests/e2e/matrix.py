@@ -13,7 +13,6 @@ output is JSON, one object per cell; cells that are in the file already, and wer
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -29,6 +28,7 @@ from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.worker import WorkerSettings
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from tests.e2e.matrix_host import Answered, Ask, Close, Forget, Open, host
+from tests.harness.forked import fork_context
 from tests.harness.tiny_model import make_tiny_model
 
 __all__ = ["Cell", "Matrix", "every_cell", "page", "pairwise", "run"]
@@ -188,7 +188,7 @@ class Matrix:
     def __init__(self, directory: Path) -> None:
         """Makes models in `directory` when they are needed."""
         self._directory = directory
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._pipes, self._processes = {}, []
         for side in "pd":
             ours, theirs = context.Pipe()

@@ -1,6 +1,5 @@
 """R36, R12, R30: the KV that lands on decode is prefill's, byte for byte; two processes, real NIXL, both modes."""
 
-import multiprocessing
 import random
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from kvferry.ids import RequestId
 from kvferry.settings import FerrySettings, Role, TransferMode, TransferSettings, Verify
 from kvferry.wire.params import HandoffParams
 from tests.harness.byte_worker import Computed, Identity, serve_bytes, tokens_in
+from tests.harness.forked import fork_context
 from tests.harness.tiny_model import make_tiny_model
 from tests.harness.until import let_threads_run, until
 
@@ -95,7 +95,7 @@ def pair(model: Path, mode: TransferMode, *, prefill_block: int = 16, decode_blo
         )
         return WorkerSettings(engine=engine, ferry=ferry, role=role, engine_id=str(role))
 
-    context = multiprocessing.get_context("spawn")
+    context = fork_context()
     ours, theirs = context.Pipe()
     child = context.Process(target=serve_bytes, args=(theirs, settings(Role.PREFILL, prefill_block)), daemon=True)
     child.start()

@@ -1,23 +1,20 @@
 """Real processes for the tests: `kvferry serve` workers and a `kvferry route`, over real NIXL on loopback.
 
 A fleet knows the pids that it started, ends exactly those, and proves that nothing of them is left: no process, no
-shared memory, no block that is not free. Start processes only from the thread of the test: a child dies with the thread
-that started it (see cli/support/parent_death.py).
+shared memory, no block that is not free. The processes are forked from one that has imported torch: see forked.py.
 """
 
 import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.cli.support.parent_death import SUPERVISOR_VARIABLE
 from tests.harness.client import get, metrics
+from tests.harness.forked import Forked
 from tests.harness.leaks import OWNED
 from tests.harness.loop_monitor import Held, check_held
 from tests.harness.monitored import LOOP_FILE
@@ -41,7 +38,7 @@ class Process:
         self.log = directory / f"{name}.log"
         self._ready_file = directory / f"{name}.json"
         self._loop_file = directory / f"{name}.loop.json" if monitored else None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self.ready: dict[str, Any] = {}
         self.pids: list[int] = []
         self._shared: set[str] = set()
@@ -52,24 +49,11 @@ class Process:
         """Starts the process; see `wait_ready`."""
         self._ready_file.unlink(missing_ok=True)
         self.ready = {}
-        environment = {
-            **os.environ,
-            SUPERVISOR_VARIABLE: str(os.getpid()),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         module = "kvferry"
         if self._loop_file is not None:
             module, environment[LOOP_FILE] = "tests.harness.monitored", str(self._loop_file)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *self.argv, "--ready-file", str(self._ready_file)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        self._process = Forked(module, [*self.argv, "--ready-file", str(self._ready_file)], environment, self.log)
         self.pids.append(self._process.pid)
         OWNED.add(self._process.pid)
 
@@ -128,10 +112,9 @@ class Process:
     def wait_ended(self, within_s: float) -> int:
         """Waits until it has ended and returns its exit status; a negative one is the signal that ended it."""
         assert self._process is not None, f"{self.name} was not started"
-        try:
-            return self._process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.name} has not ended in {within_s:g} s:\n{self.tail()}") from None
+        status = self._process.wait(within_s)
+        assert status is not None, f"{self.name} has not ended in {within_s:g} s:\n{self.tail()}"
+        return status
 
     def restart(self) -> "Process":
         """Starts a new incarnation at the same address."""

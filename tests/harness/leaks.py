@@ -5,6 +5,7 @@ names whatever is still there. Native threads of libraries (torch, UCX) are not 
 """
 
 import gc
+import multiprocessing
 import os
 import threading
 from collections.abc import Mapping
@@ -68,7 +69,8 @@ def left_since(before: Held, grace_s: float = GRACE_S, *, owned: bool = True) ->
 
 
 def _children() -> dict[int, str]:
-    found = {}
+    # A fork server has started these, so they are not children of this process.
+    found = {one.pid: f"process {one.pid} ({one.name})" for one in multiprocessing.active_children() if one.pid}
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text().split()

@@ -1,7 +1,6 @@
 """An engine of tests.harness.handoff_engines in its own process, over real NIXL. Its caller acts as both schedulers."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from kvferry.handoff.orders import PeerAccepted, StepOrders
 from kvferry.ids import EngineId, Incarnation, PeerName
 from kvferry.settings import Role, TransferMode
 from kvferry.transport.base import Transport
+from tests.harness.forked import fork_context
 from tests.harness.handoff_engines import Engine, Seen, settings_for
 
 TTL_S, QUARANTINE_S, DEADLINE_S = 1.5, 0.2, 4.0
@@ -60,7 +60,7 @@ class Remote:
     """The parent's end of that process. Every call has a deadline."""
 
     def __init__(self, name: str, role: Role, mode: TransferMode, start: int, ucx_tls: str = "") -> None:
-        context = multiprocessing.get_context("spawn")
+        context = fork_context()
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, name, role, mode, str(start), ucx_tls), daemon=True

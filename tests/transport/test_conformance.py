@@ -12,6 +12,7 @@ from kvferry.testing.transport_suite import TransportSuite
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import MemoryHub, MemoryTransport
 from kvferry.transport.registry import make_transport
+from tests.harness.forked import fork_context
 
 
 class TestMemory(TransportSuite):
@@ -45,7 +46,7 @@ class TestNixlBetweenProcesses(TransportSuite):
     @classmethod
     def _processes(cls) -> Iterator[None]:
         # Before the first test, so that no test starts a process that outlives it.
-        cls.processes = {name: ProcessEnd("nixl", name, (64,)) for name in (REMOTE, THIRD)}
+        cls.processes = {name: ProcessEnd("nixl", name, (64,), context=fork_context()) for name in (REMOTE, THIRD)}
         yield
         for end in cls.processes.values():
             end.close()

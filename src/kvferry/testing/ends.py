@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -98,12 +100,14 @@ class ProcessEnd:
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
         wait: bool = True,
+        context: SpawnContext | ForkServerContext | None = None,
     ) -> None:
+        """`context`: how the process starts; by default as an interpreter of its own ("spawn")."""
         self.name = name
         self.timeout_s = timeout_s
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, their_end = spawn.Pipe()
-        self.process = spawn.Process(
+        context = context or multiprocessing.get_context("spawn")
+        self._pipe, their_end = context.Pipe()
+        self.process: BaseProcess = context.Process(
             target=_serve, args=(their_end, transport, name, tuple(sizes), dict(options or {}), dict(environment or {}))
         )
         self.process.daemon = True

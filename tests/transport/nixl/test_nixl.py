@@ -15,6 +15,7 @@ from kvferry.testing.transport_room import runs
 from kvferry.transport.base import Completion, Operation
 from kvferry.transport.nixl.nixl import NixlTransport
 from kvferry.transport.nixl.nixl_errors import MEANING, bindings, mapped
+from tests.harness.forked import fork_context
 from tests.harness.until import until
 
 pytestmark = pytest.mark.process
@@ -51,7 +52,7 @@ def poll_until_completion(end: LocalEnd) -> Completion:
 
 @pytest.fixture
 def remote() -> Iterator[ProcessEnd]:
-    end = ProcessEnd("nixl", REMOTE, (BIG,))
+    end = ProcessEnd("nixl", REMOTE, (BIG,), context=fork_context())
     yield end
     end.close()
 
@@ -113,8 +114,8 @@ def disconnect(end: LocalEnd) -> None:
 @pytest.fixture
 def over_tcp() -> Iterator[tuple[ProcessEnd, ProcessEnd]]:
     """Makes a transport over TCP, which needs the peer's help for each byte, so a stopped peer stalls transfers."""
-    local = ProcessEnd("nixl", LOCAL, (BIG,), options={"settle_s": 0.3}, environment=TCP)
-    remote = ProcessEnd("nixl", REMOTE, (BIG,), environment=TCP)
+    local = ProcessEnd("nixl", LOCAL, (BIG,), options={"settle_s": 0.3}, environment=TCP, context=fork_context())
+    remote = ProcessEnd("nixl", REMOTE, (BIG,), environment=TCP, context=fork_context())
     local.transport.connect(REMOTE, remote.transport.metadata(), remote.regions)
     remote.transport.connect(LOCAL, local.transport.metadata(), local.regions)
     local.run(post_read, 100)
@@ -203,7 +204,7 @@ def test_ten_thousand_transfers_leave_nothing() -> None:
 def test_peers_that_come_and_go_leave_nothing() -> None:
     # R24
     local = LocalEnd(NixlTransport(LOCAL), LOCAL, (1 << 16,))
-    remote = ProcessEnd("nixl", REMOTE, (1 << 16,))
+    remote = ProcessEnd("nixl", REMOTE, (1 << 16,), context=fork_context())
 
     def visit(name: PeerName) -> None:
         remote.renew(name, (1 << 16,))
