@@ -1,4 +1,4 @@
-"""Imports what workers and routers import, for the fork server of tests.harness.forked. Nothing here starts a thread."""
+"""Imports what workers and routers import, for the fork server of tests.harness.forked. It starts no thread."""
 
 # ruff: noqa: F401
 
