@@ -79,6 +79,11 @@ def verified_tokens(num_computed: int, num_known: int, lookahead: int) -> int:
     return max(0, min(num_computed, num_known - lookahead))
 
 
-def extra_window_tokens(lookahead: int) -> int:
-    """Return how many tokens more than its own a sliding window keeps, so that the tail can be computed again (R34)."""
-    return max(0, lookahead - 1)
+def extra_window_tokens(lookahead: int, num_modules: int = 0) -> int:
+    """Return how many tokens more than its own a sliding window keeps, so that the tail can be computed again (R34).
+
+    Every module runs at any draft depth, so that a peer may draft deeper (R5): after a step, module i (the first is 0)
+    computes its last i slots again, and attends to what its window had there. So the lookahead counts as the number of
+    modules at least. A test that keeps one token less shows that no more is needed, and no less.
+    """
+    return max(0, max(lookahead, num_modules) - 1)

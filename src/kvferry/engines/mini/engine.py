@@ -118,8 +118,7 @@ class Engine:
             max_batch_tokens=settings.max_batch_tokens,
             max_running=settings.max_running,
             prefix_caching=settings.prefix_caching,
-            # One more module than R34 requires: a decode engine that drafts deeper looks further back.
-            lookahead=max(drafter.speculative.num_prefill_lookahead_tokens, modules + 1) if modules and drafter else 0,
+            lookahead=drafter.speculative.num_prefill_lookahead_tokens if drafter else 0,
             trailing_dependency=modules,
             slots_ahead=drafter.num_slots_ahead if drafter else 0,
             drafter_starts_cold=drafter is not None and drafter.starts_cold,

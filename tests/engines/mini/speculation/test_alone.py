@@ -1,10 +1,14 @@
 """Tokens with speculation equal those without it, for every drafter: alone, batched, with preemption, sampled."""
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvferry.engines.mini.scheduling import scheduler
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.harness.serving import Alone
 
@@ -48,6 +52,44 @@ def test_windows(serving: MakeServing, plain: Plain, windowed: str, count: int) 
     one = serving(Alone, engine(windowed, "mtp", count, max_batch_tokens=24))
     assert tokens(one.serve(ask(PROMPTS, 30))) == plain(windowed, PROMPTS, 30)
     one.engine.check()
+
+
+def with_modules(model: str, num_modules: int, directory: Path) -> str:
+    """Returns the same model with only the first modules."""
+    for file in Path(model).iterdir():
+        shutil.copy(file, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["num_nextn_predict_layers"] = num_modules
+    config["layer_types"] = config["layer_types"][: config["num_hidden_layers"] + num_modules]
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_window_keeps_as_many_tokens_as_are_read(
+    serving: MakeServing,
+    plain: Plain,
+    windowed: str,
+    modules: int,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """R34, to the token: with blocks of one token, answers are right, and with one token less a step fails."""
+    model = windowed if modules == 3 else with_modules(windowed, modules, tmp_path)
+    settings = engine(model, "mtp", count, block_tokens=1, num_blocks=2000)
+    one = serving(Alone, settings)
+    assert tokens(one.serve(ask(PROMPTS, 12))) == plain(windowed, PROMPTS, 12)
+    kept = one.engine.scheduler.groups.first_needed
+    real = scheduler.extra_window_tokens
+    monkeypatch.setattr(scheduler, "extra_window_tokens", lambda *args: real(*args) - 1)
+    less = serving(Alone, settings)
+    assert kept(0, 20) == less.engine.scheduler.groups.first_needed(0, 20) - 1
+    less.serve(ask(PROMPTS, 12))
+    # With more drafts than modules, the rule lets a window keep more than modules read.
+    assert ("the window needs tokens from" in caplog.text) == (modules == 1 or count <= modules)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.9, "seed": 3}, {"temperature": 1.2, "top_p": 0.8, "seed": 5}])

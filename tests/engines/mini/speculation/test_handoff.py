@@ -98,6 +98,20 @@ def test_windows(serving: MakeServing, plain: Plain, windowed: str, k_p: int, k_
         assert accepted(pair) == accepted(alone)
 
 
+@pytest.mark.parametrize(("k_p", "k_d"), [(0, 5), (1, 3), (1, 5), (2, 5), (3, 3)])
+def test_windows_of_a_prompt_in_chunks(
+    serving: MakeServing, plain: Plain, windowed: str, k_p: int, k_d: int
+) -> None:  # R34
+    """Decode drafts deeper and begins further back than prefill computed, also after a last chunk of one token."""
+    chunked = {"block_tokens": 1, "num_blocks": 2000, "max_batch_tokens": 4, "prefix_caching": False}
+    pair = serving(Pair, engine(windowed, "mtp", k_p, **chunked), engine(windowed, "mtp", k_d, **chunked))
+    prompts = texts(range(17, 25), stride=700)
+    served = pair.serve(ask(prompts))
+    assert tokens(served) == plain(windowed, prompts)
+    cuts = [min(handoff_tokens(len(p), mamba=False, lookahead=k) for k in (k_p, k_d)) for p in prompts]
+    assert [one.last.account.handed_over for one in served if one.last and one.last.account] == cuts
+
+
 @pytest.mark.parametrize(("method", "count"), [("ngram", 3), ("suffix", 4)])
 def test_text_drafters(serving: MakeServing, plain: Plain, byte_mtp: str, method: str, count: int) -> None:  # R3 R7
     """Speculation on decode only is a note, not an error, and accepts as many drafts as a single engine."""

@@ -79,3 +79,5 @@ def test_verified_tokens_agree_with_the_handoff() -> None:
 
 def test_window_keeps_the_tail() -> None:  # R34
     assert [extra_window_tokens(n) for n in (0, 1, 2, 3, 5)] == [0, 0, 1, 2, 4]
+    assert [extra_window_tokens(n, num_modules=3) for n in (0, 1, 2, 3, 5)] == [2, 2, 2, 2, 4]
+    assert [extra_window_tokens(n, num_modules=1) for n in (0, 1)] == [0, 0]

@@ -211,10 +211,10 @@ class Groups:
         """Gives up blocks that windows have left, and returns how many are missing for the tokens up to `stop`.
 
         A prompt that is computed in chunks keeps as many blocks as it will need: one is freed when another takes its
-        place.
+        place. So does one for another engine to its last token: that engine may draft deeper, and begin further back.
         """
         end, missing = self.num_blocks(stop), 0
-        prefilling = request.num_uncomputed > 1
+        prefilling = request.num_uncomputed > 1 or request.for_remote
         for group, held in enumerate(request.blocks):
             if held.state:
                 continue

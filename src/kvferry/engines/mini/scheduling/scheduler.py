@@ -65,7 +65,7 @@ class Scheduler:
             block_tokens=block_tokens,
             chunk_tokens=max_batch_tokens,
             prefix_caching=prefix_caching,
-            extra_window_tokens=extra_window_tokens(lookahead),
+            extra_window_tokens=extra_window_tokens(lookahead, trailing_dependency),
         )
         self.block_tokens = block_tokens
         self.waiting: list[Request] = []
