@@ -1,8 +1,11 @@
-"""Pairs of prompts that get each other's hand-off: the worst that a proxy can do to them (R51).
+"""Pairs of prompts that get each other's hand-off: the worst that a proxy can do to them (R51); and bursts of prompts.
 
 For each pair both prompts are prefilled, each is decoded with the parameters of the other, and then both are asked
 again plainly. Every answer must be the one that the engine gives alone: wrong tokens in the first answer mean that a
 hand-off was not bound to its tokens, wrong tokens in the second that the prefix cache was poisoned.
+
+A burst is some prompts with the same beginning, at the same time, each with its own hand-off: prefill finds blocks in
+its prefix cache that a step in flight is still writing.
 """
 
 import itertools
@@ -12,17 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.harness.client import Answer, complete
 
-__all__ = ["KINDS", "Servers", "Tally", "pairs_of_prompts", "swap_all"]
+__all__ = ["KINDS", "Servers", "Tally", "bursts_of_prompts", "hand_over_all", "pairs_of_prompts", "swap_all"]
 
 KINDS = ("same length", "shorter", "longer", "one shorter", "one longer", "common prefix", "prefix of the other")
 ANSWER_TOKENS = 5
 _LONGEST = 150
 
 Prompt = tuple[int, ...]
+_Given = TypeVar("_Given")
 
 
 @dataclass(frozen=True)
@@ -98,34 +102,48 @@ def pairs_of_prompts(
             yield first, (*first[:common], *differs)
 
 
-class _Swap:
-    def __init__(self, servers: Servers, tally: Tally, alone: Callable[[Prompt], list[int]]) -> None:
-        self._servers, self._tally, self._alone = servers, tally, alone
+def bursts_of_prompts(
+    count: int, *, seed: int, vocab: range, size: int = 6, longest: int = _LONGEST
+) -> Iterator[tuple[Prompt, ...]]:
+    """Yields bursts of `size` prompts. Each burst has a beginning of its own, of two thirds of the longest length."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        begin = dice.choices(vocab, k=2 * longest // 3)
+        yield tuple((*begin, *dice.choices(vocab, k=dice.randint(1, longest - len(begin)))) for _ in range(size))
 
-    def __call__(self, number: int, pair: tuple[Prompt, Prompt]) -> None:
-        if self._servers.mode == "pull":
-            returned = [self._prefill(prompt, {"do_remote_decode": True}) for prompt in pair]
-            answers = [self._decode(prompt, params) for prompt, params in zip(pair, reversed(returned), strict=True)]
-        else:
-            answers = self._push(number, pair)
-        for prompt, answer in zip(pair, answers, strict=True):
+
+class _Group:
+    """Asks the prompts of a group at the same time, each with its own hand-off, or `swapped`: with another one's."""
+
+    def __init__(self, servers: Servers, tally: Tally, alone: Callable[[Prompt], list[int]], *, swapped: bool) -> None:
+        self._servers, self._tally, self._alone, self._swapped = servers, tally, alone, swapped
+
+    def __call__(self, number: int, prompts: Sequence[Prompt]) -> None:
+        with ThreadPoolExecutor(2 * len(prompts)) as pool:
+            answers = self._pull(pool, prompts) if self._servers.mode == "pull" else self._push(pool, number, prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
             self._judge(number, prompt, answer, self._tally.wrong)
-        for prompt in pair:
+        for prompt in prompts:
             self._judge(number, prompt, self._decode(prompt, None), self._tally.poisoned)
 
-    def _push(self, number: int, pair: tuple[Prompt, Prompt]) -> list[Answer]:
-        """Both halves of both requests at once, as a router sends them; the transfer ids are swapped."""
-        names = [f"swap-{number}-{side}" for side in "ab"]
-        with ThreadPoolExecutor(4) as pool:
-            decodes = [
-                pool.submit(
-                    self._decode, prompt, {"do_remote_prefill": True, "transfer_id": name, **self._servers.peer}
-                )
-                for prompt, name in zip(pair, reversed(names), strict=True)
-            ]
-            for prompt, name in zip(pair, names, strict=True):
-                pool.submit(self._prefill, prompt, {"do_remote_decode": True, "transfer_id": name})
-            return [future.result() for future in decodes]
+    def _mixed_up(self, given: Sequence[_Given]) -> Sequence[_Given]:
+        return given[::-1] if self._swapped else given
+
+    def _pull(self, pool: ThreadPoolExecutor, prompts: Sequence[Prompt]) -> list[Answer]:
+        returned = list(pool.map(lambda prompt: self._prefill(prompt, {"do_remote_decode": True}), prompts))
+        return list(pool.map(self._decode, prompts, self._mixed_up(returned)))
+
+    def _push(self, pool: ThreadPoolExecutor, number: int, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Both halves of all requests at once, as a router sends them."""
+        kind = "swap" if self._swapped else "burst"  # one dispatch, one id
+        names = [f"{kind}-{number}-{side}" for side in range(len(prompts))]
+        decodes = [
+            pool.submit(self._decode, prompt, {"do_remote_prefill": True, "transfer_id": name, **self._servers.peer})
+            for prompt, name in zip(prompts, self._mixed_up(names), strict=True)
+        ]
+        for prompt, name in zip(prompts, names, strict=True):
+            pool.submit(self._prefill, prompt, {"do_remote_decode": True, "transfer_id": name})
+        return [future.result() for future in decodes]
 
     def _prefill(self, prompt: Prompt, params: dict[str, Any]) -> dict[str, Any]:
         answer = self._ask(self._servers.prefill, prompt, 1, params)
@@ -143,7 +161,8 @@ class _Swap:
         tally = self._tally
         tally.answers += 1
         tally.handed_over += answer.kvferry.get("handed_over", 0)
-        what = f"pair {number} ({KINDS[number % len(KINDS)]}), {len(prompt)} tokens"
+        what = f"pair {number} ({KINDS[number % len(KINDS)]})" if self._swapped else f"burst {number}"
+        what += f", {len(prompt)} tokens"
         if answer.status != 200:
             tally.failed.append(f"{what}: {answer.status} {answer.error} {answer.broken}")
         elif answer.token_ids != (right := self._alone(prompt)):
@@ -153,7 +172,16 @@ class _Swap:
 
 
 def swap_all(servers: Servers, pairs: Sequence[tuple[Prompt, Prompt]], *, at_once: int = 1) -> Tally:
-    """Asks all pairs, `at_once` at a time, and returns what became of them."""
+    """Asks all pairs with each other's hand-offs, `at_once` at a time, and returns what became of them."""
+    return _ask_all(servers, pairs, at_once, swapped=True)
+
+
+def hand_over_all(servers: Servers, bursts: Sequence[tuple[Prompt, ...]], *, at_once: int = 1) -> Tally:
+    """Asks all bursts with their own hand-offs, `at_once` bursts at a time, and returns what became of them."""
+    return _ask_all(servers, bursts, at_once, swapped=False)
+
+
+def _ask_all(servers: Servers, groups: Sequence[tuple[Prompt, ...]], at_once: int, *, swapped: bool) -> Tally:
     tally = Tally()
 
     @cache  # each prompt is judged twice
@@ -163,8 +191,8 @@ def swap_all(servers: Servers, pairs: Sequence[tuple[Prompt, Prompt]], *, at_onc
             servers.alone, prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, timeout_s=120.0, **more
         ).token_ids
 
-    swap = _Swap(servers, tally, alone)
+    ask = _Group(servers, tally, alone, swapped=swapped)
     with ThreadPoolExecutor(at_once) as pool:
-        for done in [pool.submit(swap, number, pair) for number, pair in enumerate(pairs)]:
+        for done in [pool.submit(ask, number, prompts) for number, prompts in enumerate(groups)]:
             done.result()
     return tally

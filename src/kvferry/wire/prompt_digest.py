@@ -86,10 +86,11 @@ class Prompt:
     _digest: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], salt: str = "") -> "Prompt":
-        """Packs the tokens. `salt` is everything else that their KV depends on; "" for nothing."""
+    def of(cls, token_ids: Sequence[int], salt: str = "", packed: bytes = b"") -> "Prompt":
+        """Packs the tokens, if the caller has not `packed` them. `salt` is everything else that their KV depends on; ""
+        for nothing."""
         salted = hashlib.sha256(salt.encode()).digest()[:DIGEST_BYTES] if salt else _NO_SALT
-        return cls(pack_tokens(token_ids), salted)
+        return cls(packed or pack_tokens(token_ids), salted)
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ from kvferry.engines.mini.api import FinishReason
 from kvferry.engines.mini.engine import Engine
 from kvferry.errors import RequestError, RequestTooLong
 from kvferry.ids import RequestId
+from kvferry.wire.prompt_digest import pack_tokens
 from tests.engines.mini.conftest import MakeEngine, ask, finish, prompt_of, text_of, tokens_of
 
 pytestmark = pytest.mark.engine
@@ -216,6 +217,8 @@ def test_bad_prompts_are_refused(make_engine: MakeEngine) -> None:
         engine.add(ask("r", []))
     with pytest.raises(RequestError, match="token id 320; this model has ids 0 to 319"):
         engine.add(ask("r", [5, 320]))
+    with pytest.raises(RequestError, match="token id 320; this model has ids 0 to 319"):
+        engine.add(replace(ask("r", [5, 320]), packed=pack_tokens([5, 320])))
     with pytest.raises(RequestError, match="token id -1"):
         engine.add(ask("r", [-1]))
     engine.add(ask("r", [5]))

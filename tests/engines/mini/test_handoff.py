@@ -85,6 +85,9 @@ def test_a_prompt_is_packed_once_per_request_and_its_block_hashes_go_along(
     d[0].add(ask("d", prompt, FROM_REMOTE))
     until_waiting(d[0])
     assert packed == [40, 32, 40]
+    d[0].add(replace(ask("e", prompt), packed=pack_tokens(prompt)))
+    d[0].step()
+    assert packed == [40, 32, 40], "the server has packed it"
     bring(p, d, "d", 40)
     finish(d[0])
     p[1].release("p")

@@ -1,10 +1,10 @@
 """R51 with real vLLM: pairs of prompts with each other's hand-offs, and no wrong token, now or later.
 
-    python -m tests.engines.vllm.foreign_prompts [--pairs 1000] [--mode pull --mode push] [--way vllm-to-vllm ...]
+    python -m tests.engines.vllm.foreign_prompts [--pairs 1000] [--bursts 0] [--mode pull --mode push] [--way NAME ...]
 
 Two servers per way: vLLM to vLLM, the embedded engine to vLLM, and vLLM to the embedded engine. The reference is vLLM's
-own answer under another cache salt. JSON, an object per way and mode; the exit status is 1 if a token was wrong, or a
-prefix cache was poisoned.
+own answer under another cache salt. `--bursts` asks bursts of six prompts with a common beginning first, each with its
+own hand-off. JSON, an object per way and mode; the exit status is 1 if a token was wrong, or a cache was poisoned.
 """
 
 import argparse
@@ -16,12 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.foreign_prompts import peer_params
-from tests.engines.vllm.servers import READY_S, Lab
+from tests.engines.vllm.servers import READY_S, Lab, Pair
 from tests.harness.fleet import Fleet
-from tests.harness.foreign_prompts import Servers, Tally, pairs_of_prompts, swap_all
+from tests.harness.foreign_prompts import (
+    Servers,
+    Tally,
+    bursts_of_prompts,
+    hand_over_all,
+    pairs_of_prompts,
+    swap_all,
+)
 from tests.harness.vllm_servers import SERVED_AS, VllmServer
 
-__all__ = ["WAYS", "main", "run"]
+__all__ = ["VOCAB", "WAYS", "main", "servers_of"]
 
 WAYS = ("vllm-to-vllm", "mini-to-vllm", "vllm-to-mini")
 VOCAB = range(3, 500)
@@ -38,12 +45,16 @@ def _peer(server: VllmServer) -> dict[str, object]:
     }
 
 
+def servers_of(pair: Pair, mode: str) -> Servers:
+    """Returns where the two servers of a pair answer; the reference is decode's own answer under another salt."""
+    return Servers(pair.prefill.url, pair.decode.url, pair.decode.url, mode, SERVED_AS, _SALT, _peer(pair.prefill))
+
+
 @contextmanager
 def _servers(lab: Lab, way: str, mode: str, scratch: Path) -> Iterator[Servers]:
     spec = {"block_tokens": BLOCK_TOKENS}
     if way == "vllm-to-vllm":
-        pair = lab.pair(mode, spec, spec)
-        yield Servers(pair.prefill.url, pair.decode.url, pair.decode.url, mode, SERVED_AS, _SALT, _peer(pair.prefill))
+        yield servers_of(lab.pair(mode, spec, spec), mode)
         return
     role = "decode" if way == "mini-to-vllm" else "prefill"
     server = lab.server(lab.spec(role, mode, **spec)).start()
@@ -60,16 +71,19 @@ def _servers(lab: Lab, way: str, mode: str, scratch: Path) -> Iterator[Servers]:
         server.stop(grace_s=0)
 
 
-def run(lab: Lab, way: str, mode: str, count: int, scratch: Path, *, seed: int = 0, at_once: int = 4) -> Tally:
-    """Starts the two servers, asks all pairs, and returns what became of them."""
-    with _servers(lab, way, mode, scratch) as servers:
-        return swap_all(servers, list(pairs_of_prompts(count, seed=seed, vocab=VOCAB)), at_once=at_once)
+def _report(way: str, mode: str, asked: str, count: int, tally: Tally) -> bool:
+    if count:
+        result = {"way": way, "mode": mode, asked: count, **tally.to_json()}
+        sys.stdout.write(json.dumps(result, indent=1) + "\n")
+        sys.stdout.flush()
+    return tally.good
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command above."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.vllm.foreign_prompts", description=__doc__)
     parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--bursts", type=int, default=0)
     parser.add_argument("--mode", action="append", choices=("pull", "push"))
     parser.add_argument("--way", action="append", choices=WAYS)
     parser.add_argument("--seed", type=int, default=0)
@@ -78,12 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Lab("kvferry", policy="recompute") as lab:
         for way in args.way or WAYS:
             for mode in args.mode or ("pull", "push"):
-                with tempfile.TemporaryDirectory() as scratch:
-                    tally = run(lab, way, mode, args.pairs, Path(scratch), seed=args.seed)
-                result = {"way": way, "mode": mode, "pairs": args.pairs, **tally.to_json()}
-                sys.stdout.write(json.dumps(result, indent=1) + "\n")
-                sys.stdout.flush()
-                good = good and tally.good
+                with tempfile.TemporaryDirectory() as scratch, _servers(lab, way, mode, Path(scratch)) as servers:
+                    bursts = list(bursts_of_prompts(args.bursts, seed=args.seed, vocab=VOCAB))
+                    pairs = list(pairs_of_prompts(args.pairs, seed=args.seed, vocab=VOCAB))
+                    handed_over = hand_over_all(servers, bursts, at_once=2)
+                    good = _report(way, mode, "bursts", len(bursts), handed_over) and good
+                    good = _report(way, mode, "pairs", len(pairs), swap_all(servers, pairs, at_once=4)) and good
     return 0 if good else 1
 
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm.foreign_prompts import VOCAB, servers_of
 from tests.engines.vllm.servers import Answer, Lab, Pair, alone, ask, default_python, poll_until, serve_pair
+from tests.harness.foreign_prompts import KINDS as SWAPS
+from tests.harness.foreign_prompts import bursts_of_prompts, hand_over_all, pairs_of_prompts, swap_all
 
 pytestmark = [
     pytest.mark.vllm,
@@ -238,6 +241,31 @@ def test_a_child_of_multi_connector_whose_prefill_is_unreachable_does_not_loop(l
     assert pair.decode.metric("kvferry_handoffs_failed_total") == failed + 1
     assert len(pair.new_log(pair.decode).splitlines()) < 100
     well_again(lab, pair)
+
+
+# R51
+
+
+def test_prompts_with_each_others_hand_offs_have_no_wrong_token_in_pull(lab: Lab) -> None:  # R51
+    """With windows a hand-off is for the whole prompt or of no use."""
+    pair = hybrid_pull(lab)
+    tally = swap_all(servers_of(pair, "pull"), list(pairs_of_prompts(len(SWAPS), seed=5, vocab=VOCAB)), at_once=2)
+    assert tally.good, tally.to_json()
+    assert "prefill computed another prompt" in pair.new_log(pair.decode)
+
+
+def test_prompts_with_each_others_hand_offs_have_no_wrong_token_in_push(lab: Lab) -> None:  # R51
+    """Bursts with a common beginning first: each prompt has its own hand-off."""
+    small = {"policy": "recompute", "block_tokens": 32}
+    pair = pair_of(lab, "push", small, small)
+    servers, before = servers_of(pair, "push"), external(pair)
+    whole = hand_over_all(servers, list(bursts_of_prompts(2, seed=5, vocab=VOCAB)), at_once=2)
+    assert whole.good, whole.to_json()
+    assert external(pair) > before
+    pair.mark_logs()
+    swapped = swap_all(servers, list(pairs_of_prompts(len(SWAPS), seed=5, vocab=VOCAB)), at_once=2)
+    assert swapped.good, swapped.to_json()
+    assert "prefill computed another prompt" in pair.new_log(pair.decode)
 
 
 # All shapes: slow

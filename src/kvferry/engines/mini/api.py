@@ -118,6 +118,8 @@ class GenerateRequest:
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
+    packed: bytes = b""
+    """The same ids, if they are packed already (wire.prompt_digest.pack_tokens)."""
     sampling: SamplingParams
     salt: str = ""
     """What the KV depends on besides the tokens (wire.salt): requests with different salts share none."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvferry.engines.mini.server.router_services import prompt_blocks
+from kvferry.wire.prompt_digest import pack_tokens
 from tests.harness.scripted_engine import ScriptedWorker, answer_of, listening
 
 HASHES = [bytes([i]) * 32 for i in range(3)]
@@ -77,6 +78,18 @@ async def test_prefill_reports_the_prompts_blocks_if_asked() -> None:
             _, raw = await ask(url, "/v1/completions", asked.pop("json_body"), **asked)
             assert "prompt_blocks" not in _json(raw)
     assert prompt_blocks([]) == ""
+
+
+async def test_a_prompt_is_packed_once_for_all_its_choices() -> None:
+    worker = ScriptedWorker()
+    async with listening(worker) as url:
+        for prompt in ([40, 41, 42], "abc"):
+            status, _ = await ask(url, "/v1/completions", {"prompt": prompt, "max_tokens": 1, "n": 2})
+            assert status == 200
+    assert len(worker.engine.added) == 4
+    for first, second in (worker.engine.added[:2], worker.engine.added[2:]):
+        assert first.packed == pack_tokens(first.prompt_token_ids)
+        assert first.packed is second.packed
 
 
 def _json(raw: bytes) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class Request:
     @cached_property
     def prompt(self) -> Prompt:
         """The prompt, packed once: for the hashes of its blocks, and for what a hand-off is bound to."""
-        return Prompt.of(self.spec.prompt_token_ids, self.spec.salt)
+        return Prompt.of(self.spec.prompt_token_ids, self.spec.salt, self.spec.packed)
 
     @property
     def num_target_tokens(self) -> int:

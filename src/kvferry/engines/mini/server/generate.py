@@ -111,6 +111,7 @@ class Generation:
         request = GenerateRequest(
             request_id=self._id(index),
             prompt_token_ids=self._job.prompts[prompt_index].token_ids,
+            packed=self._job.prompts[prompt_index].packed,
             sampling=self._job.samplings[choice],
             salt=self._job.salt,
             handoff=handoff,

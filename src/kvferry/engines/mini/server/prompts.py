@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
 from kvferry.web.api_errors import ApiError
 from kvferry.web.json_body import shown
+from kvferry.wire.prompt_digest import pack_tokens
 
 __all__ = [
     "MAX_PROMPTS", "Prompt", "TokenizerLike", "chat_text", "completion_items", "prompt_of_ids", "prompt_of_text",
@@ -62,6 +63,8 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str | None = None
+    packed: bytes = b""
+    """The token ids, packed once for all choices and for all that the engine hashes."""
 
 
 def completion_items(body: CompletionBody) -> list[str | list[int]]:
@@ -73,8 +76,8 @@ def completion_items(body: CompletionBody) -> list[str | list[int]]:
         raise ApiError(400, "prompt=[]: send at least one prompt", param="prompt")
     if len(raw) > MAX_PROMPTS and not isinstance(raw[0], int):
         raise ApiError(400, f"prompt: {len(raw)} prompts in one request; send at most {MAX_PROMPTS}", param="prompt")
-    if all(isinstance(item, int) for item in raw):
-        return [[item for item in raw if isinstance(item, int)]]
+    if _are_ids(raw):
+        return [raw]
     items: list[str | list[int]] = []
     for index, item in enumerate(raw):
         if isinstance(item, int):
@@ -86,6 +89,10 @@ def completion_items(body: CompletionBody) -> list[str | list[int]]:
             )
         items.append(item)
     return items
+
+
+def _are_ids(items: list[Any]) -> TypeGuard[list[int]]:
+    return set(map(type, items)) == {int}  # a third of the time of a loop
 
 
 def chat_text(body: ChatBody, tokenizer: TokenizerLike) -> str:
@@ -154,7 +161,7 @@ def prompt_of_text(
     token_ids = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens))
     if not token_ids:
         raise ApiError(400, f"prompt={shown(text)} has no tokens: send some text", param="prompt")
-    return Prompt(token_ids, text)
+    return Prompt(token_ids, text, pack_tokens(token_ids))
 
 
 def prompt_of_ids(token_ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str] | None) -> Prompt:
@@ -166,4 +173,4 @@ def prompt_of_ids(token_ids: Sequence[int], vocab_size: int, decode: Callable[[l
             raise ApiError(
                 400, f"prompt has token id {wrong}: this model has ids 0 to {vocab_size - 1}", param="prompt"
             )
-    return Prompt(tuple(token_ids), None if decode is None else decode(list(token_ids)))
+    return Prompt(tuple(token_ids), None if decode is None else decode(list(token_ids)), pack_tokens(token_ids))
