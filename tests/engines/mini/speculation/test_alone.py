@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.mini.scheduling import scheduler
+from kvferry.connector.lookahead import extra_window_tokens
 from tests.engines.mini.speculation.conftest import MakeServing, accepted, ask, engine, text, tokens
 from tests.harness.serving import Alone
 
@@ -83,8 +83,8 @@ def test_a_window_keeps_as_many_tokens_as_are_read(
     one = serving(Alone, settings)
     assert tokens(one.serve(ask(PROMPTS, 12))) == plain(windowed, PROMPTS, 12)
     kept = one.engine.scheduler.groups.first_needed
-    real = scheduler.extra_window_tokens
-    monkeypatch.setattr(scheduler, "extra_window_tokens", lambda *args: real(*args) - 1)
+    name = "kvferry.engines.mini.scheduling.scheduler.extra_window_tokens"
+    monkeypatch.setattr(name, lambda *args: extra_window_tokens(*args) - 1)
     less = serving(Alone, settings)
     assert kept(0, 20) == less.engine.scheduler.groups.first_needed(0, 20) - 1
     less.serve(ask(PROMPTS, 12))
