@@ -222,9 +222,12 @@ class SimRank:
             self.lost_s[name] = self.world.now_s
             self.core.peer_lost(name, "the transport says so", self.now_s())
 
-    def waits_for_writer(self, name: PeerName, failed_s: float) -> bool:
+    def waits_for_writer(self, transfer: TransferId, name: PeerName, failed_s: float) -> bool:
         """Returns whether a failure at this time waits for a writer: it can answer, and had no time to do so (R26)."""
         core, settings = self.core, self.world.settings
+        receive = core.decode._receives.get(transfer)
+        if receive is not None and any(one.peer.name == name and one.disconnected for one in receive.sources.values()):
+            return False  # its lease was over
         if name not in core._peers or self.lost_s.get(name, -1.0) >= failed_s:
             return False
         if any(peer.name == name for peer in core.decode.silent):

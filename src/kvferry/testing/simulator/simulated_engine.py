@@ -391,7 +391,7 @@ class DecodeEngine(SimEngine):
             if transfer.rank is rank and not self.world.may_outlast(target.wanted_s):
                 raise Violation("R26", f"{rank.name}: {target.transfer} reported while a read is in flight")
             writes = transfer.peer is self and transfer.post.peer.rank == rank.index
-            if writes and not over and rank.waits_for_writer(transfer.rank.name, failed_s):
+            if writes and not over and rank.waits_for_writer(target.transfer, transfer.rank.name, failed_s):
                 raise Violation("R26", f"{rank.name}: {target.transfer} reported while {transfer.rank.name} writes")
 
     def _released(self, rank: SimRank, transfer: TransferId) -> None:
