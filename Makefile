@@ -13,7 +13,7 @@ PIP    := -m pip install --quiet --disable-pip-version-check
 PROCESSES  := (process or engine) and not slow and not vllm
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: soak test-long vllm-table vllm-kills changes coverage dist site docs-walk pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos binding check fix bench sim docs setup
+.PHONY: soak test-long vllm-table vllm-kills changes coverage dist site docs-walk docs-walk-vllm pictures help demo test test-unit test-pure test-process fuzz test-full test-vllm test-vllm-all matrix spec-matrix chaos binding check fix bench sim docs setup
 .PHONY: setup-gemma setup-vllm load clean
 
 help:  ## show this
@@ -76,6 +76,7 @@ test-vllm: setup setup-vllm  ## vLLM's own scheduler, and real vLLM servers over
 
 test-vllm-all: setup setup-vllm setup-gemma  ## all of it: an hour
 	KVFERRY_TEST_VLLM=1 VLLM_TESTS=all $(BIN)/python -m pytest -q -m vllm tests/engines/vllm tests/router/test_real_vllm.py --durations=20
+	$(BIN)/python -m tests.docs_walk --vllm $(VLLM_VENV)
 
 check: setup  ## formatting, lint, spelling, types, architecture, fragments of the changelog
 	$(BIN)/ruff format --check .
@@ -96,6 +97,9 @@ bench: setup  ## the benchmarks that need nothing else; JSON with its environmen
 
 docs-walk: setup  ## type every command of README and docs, in a temporary directory, and compare what they show; minutes
 	$(BIN)/python -m tests.docs_walk
+
+docs-walk-vllm: setup setup-vllm  ## the same for the commands that need vLLM; minutes
+	$(BIN)/python -m tests.docs_walk --vllm $(VLLM_VENV)
 
 pictures: setup  ## docs/pictures: crossing.svg, by the cost model without a calibration; dashboard.png, which needs Chromium
 	@mkdir -p docs/pictures out/no-calibration

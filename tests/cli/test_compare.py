@@ -141,7 +141,7 @@ def test_missing_files_and_unreachable_urls_are_refused(tmp_path: Path, capsys: 
     assert main(["compare", str(tmp_path / "no"), str(tmp_path / "no")]) == 1
     assert "cannot read" in capsys.readouterr().err
     assert main(["compare", "http://127.0.0.1:9", "http://127.0.0.1:9"]) == ExitCode.UNREACHABLE
-    assert "does not answer" in capsys.readouterr().err
+    assert "does not answer: Connection refused. Is it" in capsys.readouterr().err
 
 
 @contextmanager

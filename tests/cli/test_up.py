@@ -13,7 +13,7 @@ import aiohttp
 import openai
 import pytest
 
-from kvferry.cli.main import ExitCode
+from kvferry.cli.main import ExitCode, main
 from tests.cli.conftest import Start
 from tests.cli.support.test_supervisor import exists
 from tests.harness.until import until, until_async
@@ -194,6 +194,23 @@ async def test_restart_brings_a_killed_worker_back_and_decode_serves_alone_until
     await until_async(handed_over, "a prompt is handed over again", within_s=90.0, every_s=0.2)
     assert fleet.pids()["prefill-0"] != killed
     fleet.end(signal.SIGTERM, ExitCode.OK)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--decode", "0"], "kvferry up: --decode 0: give 1 or more"),
+        (["--prefill", "-1"], "kvferry up: --prefill -1: give 0 or more"),
+        ([], "kvferry up: there is no model at 'no-such-model'"),
+    ],
+)
+def test_what_no_worker_can_start_with_is_reported_once(
+    argv: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "no-such-model", "--port", "0", *argv]) == ExitCode.ERROR
+    err = capsys.readouterr().err
+    assert err.startswith(line)
+    assert err.count("\n") == 1
 
 
 def test_up_names_the_worker_that_cannot_start(start: Start, tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
             "kvferry serve: --role: invalid choice: 'decod' (choose from 'prefill', 'decode', 'both'). "
             "Did you mean decode?",
         ),
+        (["up", "x", "--prefill", "two"], "kvferry up: --prefill: 'two' is not a whole number"),
+        (["serve", "x", "--cache-gb", "much"], "kvferry serve: --cache-gb: 'much' is not a number"),
+        (
+            ["route", "--prefill-policy", "least-load"],
+            "kvferry route: --prefill-policy: invalid choice: 'least-load' (choose from 'round_robin', 'least_loaded', "
+            "'power_of_two', 'prefix_aware'). Did you mean least_loaded?",
+        ),
         (["key", "nw", "x"], "kvferry key: 'nw' is not an action. Did you mean new?"),
     ],
 )

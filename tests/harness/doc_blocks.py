@@ -1,6 +1,7 @@
 """The fenced blocks of the documentation, and the commands in them.
 
 A comment on the line before a block, `<!-- not run: REASON -->`, says why one machine cannot run it as it stands.
+`<!-- with vLLM -->` says that it needs vLLM, which has an environment of its own.
 """
 
 import re
@@ -14,7 +15,11 @@ from tests.harness.repository import ROOT
 __all__ = ["PAGES", "Block", "Command", "blocks_of", "commands_of", "kvferry_argv"]
 
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "decisions" not in path.parts)]
-_FENCE = re.compile(r"(?:<!-- not run: (?P<reason>.*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+_FENCE = re.compile(
+    r"(?:<!-- (?:not run: (?P<reason>[^\n]*?)|(?P<vllm>with vLLM)) -->\n)?"
+    r"```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
 _END = {"|", "&", "&&", ";", ">", ">>"}
 
 
@@ -28,6 +33,8 @@ class Block:
     text: str
     reason: str | None
     """The reason why it is not run, or None if it is."""
+    with_vllm: bool = False
+    """Whether it needs vLLM."""
 
     @property
     def where(self) -> str:
@@ -47,7 +54,14 @@ def blocks_of(page: Path) -> list[Block]:
     """Returns the fenced blocks of a page, in order."""
     text = page.read_text()
     return [
-        Block(page, text.count("\n", 0, found.start("text")) + 1, found["language"], found["text"], found["reason"])
+        Block(
+            page,
+            text.count("\n", 0, found.start("text")) + 1,
+            found["language"],
+            found["text"],
+            found["reason"],
+            found["vllm"] is not None,
+        )
         for found in _FENCE.finditer(text)
     ]
 

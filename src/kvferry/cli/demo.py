@@ -24,6 +24,7 @@ from kvferry.cli.support.terminal import Terminal, plural
 from kvferry.cli.support.worker_flags import add_worker_flags, engine_settings, ferry_settings, worker_argv
 from kvferry.cli.up import FleetPlan, show_addresses, start_fleet
 from kvferry.errors import FerryError
+from kvferry.modelfiles import find_model
 
 __all__ = ["Answer", "add_arguments", "ask", "report", "run", "show"]
 
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         args.threads = max(1, (os.cpu_count() or 2) // 2)
     if args.verify is None:
         args.verify = "all"
+    find_model(args.model)
     engine_settings(args.model, args)
     ferry_settings(args)
     return asyncio.run(_demo(args))

@@ -98,8 +98,10 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 def _check_registration(args: argparse.Namespace) -> str | None:
     """Returns the key for registering, if there is one. Raises ConfigError for flags that cannot work."""
-    for url in (*args.router, *([args.advertise_url] if args.advertise_url else [])):
-        check_url(url)
+    for url in args.router:
+        check_url(url, "--router")
+    if args.advertise_url:
+        check_url(args.advertise_url, "--advertise-url")
     if args.etcd:
         check_etcd(args.etcd)
     if (args.router or args.etcd) and not args.advertise_url and args.host in ("0.0.0.0", "::", ""):

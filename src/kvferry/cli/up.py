@@ -25,6 +25,7 @@ from kvferry.cli.support.worker_flags import (
 )
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.errors import ConfigError, FerryError
+from kvferry.modelfiles import find_model
 from kvferry.router.settings import RouterSettings
 from kvferry.web.listen import Listener, announce, check_ready_file
 
@@ -148,8 +149,10 @@ def show_addresses(url: str, terminal: Terminal) -> None:
 
 def run(args: argparse.Namespace) -> ExitCode:
     """Runs the fleet until Ctrl-C, or until a process ends by itself."""
-    if args.prefill < 0 or args.decode < 1:
-        raise ConfigError(f"--prefill {args.prefill} --decode {args.decode}: give 0 or more, and 1 or more")
+    for flag, given, least in (("--prefill", args.prefill, 0), ("--decode", args.decode, 1)):
+        if given < least:
+            raise ConfigError(f"{flag} {given}: give {least} or more")
+    find_model(args.model)  # here, once, and not by every child
     settings = engine_settings(args.model, args)  # wrong flags are reported here, once, and not by every child
     prefill, decode = (_sized(settings, args, role) for role in ("prefill", "decode"))
     check_side_channel(ferry_settings(args).side_channel)

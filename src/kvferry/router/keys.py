@@ -23,10 +23,13 @@ def read_keys(path: str) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key file {path!r} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(
+            f"key file {path!r} cannot be read: {why}. Write one key per line, or make one: kvferry key new FILE"
+        ) from error
     keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not keys:
-        raise ConfigError(f"key file {path!r} has no key: write one per line")
+        raise ConfigError(f"key file {path!r} has no key: write one per line, or make one with `kvferry key new`")
     if any(len(key) < _MIN_CHARS or not (key.isascii() and key.isprintable()) or " " in key for key in keys):
         raise ConfigError(
             f"key file {path!r} has a key that is shorter than {_MIN_CHARS} characters, or is not printable ASCII "

@@ -100,7 +100,7 @@ class Listener:
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     if isinstance(error, socket.gaierror):
         return ConfigError(
-            f"cannot listen on --host {host!r} --port {port!r}: {error}. Give an address of this machine"
+            f"cannot listen on --host {host!r} --port {port!r}: {error.strerror}. Give an address of this machine"
         )
     if error.errno == errno.EADDRINUSE:
         return ConfigError(

@@ -5,12 +5,15 @@ import difflib
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from typing import NoReturn
 
 __all__ = ["Parser", "metavar_of"]
 
 _METAVARS = (("_s", "SECONDS"), ("_bytes", "BYTES"), ("_tokens", "TOKENS"), ("_gb", "GIB"), ("_mib", "MIB"))
 _CHOICE = re.compile(r"(?:argument (?P<flag>\S+): )?invalid choice: (?P<value>'.*?'|\S+) \(choose from (?P<all>.*)\)$")
+_VALUE = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>\w+) value: '(?P<value>.*)'$", re.S)
+_KINDS = {"int": "a whole number", "float": "a number"}
 _UNKNOWN = "unrecognized arguments: "
 
 
@@ -41,6 +44,11 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def _explain(self, message: str) -> str:
+        if found := _VALUE.match(message):
+            flag, value = found["flag"], found["value"]
+            if found["kind"] in _KINDS:
+                return f"{flag}: {value!r} is not {_KINDS[found['kind']]}"
+            message = f"argument {flag}: invalid choice: {value!r} (choose from {', '.join(self._choices_of(flag))})"
         if found := _CHOICE.match(message):
             value, names = found["value"].strip("'"), found["all"].replace("'", "").split(", ")
             if found["flag"] is None or not found["flag"].startswith("-"):
@@ -55,6 +63,11 @@ class Parser(argparse.ArgumentParser):
                 return f"{extra!r} is too much: this command takes no more words"
             return f"there is no flag {word}" + _nearest(word, self._option_string_actions)
         return message.removeprefix("argument ")
+
+    def _choices_of(self, flag: str) -> list[str]:
+        """Returns the values that a flag takes whose type is an enumeration."""
+        kind = next((action.type for action in self._actions if "/".join(action.option_strings) == flag), None)
+        return [repr(str(one.value)) for one in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -136,7 +136,10 @@ def fetch(url: str) -> bytes:
             body: bytes = answer.read(MAX_BYTES + 1)
     except (OSError, ValueError, urllib.error.URLError, http.client.HTTPException) as error:
         # An HTTPException: what answers there does not speak HTTP, or breaks off.
-        raise PeerLost(f"{url!r} does not answer: {str(error).strip()}. Is it the URL of a kvferry worker?") from error
+        is_status = isinstance(error, urllib.error.HTTPError)
+        reason = error.reason if isinstance(error, urllib.error.URLError) and not is_status else error
+        text = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason).strip()
+        raise PeerLost(f"{url!r} does not answer: {text}. Is it the URL of a kvferry worker?") from error
     if len(body) > MAX_BYTES:
         raise MalformedMessage(f"{url!r} answers with more than {MAX_BYTES} bytes")
     return body
@@ -164,7 +167,9 @@ def parse(name: str, body: bytes) -> WorkerDescription:
         facts = Facts.from_json({key: msgspec.json.decode(value) for key, value in raw.facts.items()})
         hello = decode_hello(base64.b64decode(raw.hello, validate=True)) if raw.hello else None
     except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, RecursionError, MalformedMessage) as error:
-        raise MalformedMessage(f"{name!r} does not hold the facts of a worker: {error}") from error
+        raise MalformedMessage(
+            f"{name!r} does not hold the facts of a worker: {error}. `kvferry facts` saves such a file"
+        ) from error
     stated = facts.get("role")
     role = Role(stated) if isinstance(stated, str) and stated in list(Role) else raw.role
     return WorkerDescription(Member(name, raw.engine, raw.incarnation, role, facts), hello)

@@ -44,17 +44,17 @@ _NO_ANSWER = "answered its health checks"
 _NO_CONNECTION = "accepted a connection"
 
 
-def check_url(url: str) -> None:
-    """Raises ConfigError if `url` is not the address of a worker."""
+def check_url(url: str, what: str = "worker address") -> None:
+    """Raises ConfigError if `url` is not the address of a worker, or of what `what` says."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"worker address {url!r} must begin with http:// or https://")
+        raise ConfigError(f"{what} {url!r} must begin with http:// or https://: give http://HOST:PORT")
     try:
         host, _ = urlsplit(url).hostname, urlsplit(url).port
         (host or "").encode("idna")  # as the resolver does, which would raise this UnicodeError in the health check
     except ValueError as error:
-        raise ConfigError(f"worker address {url!r} is not valid: {error}. Give http://HOST:PORT") from error
+        raise ConfigError(f"{what} {url!r} is not valid: {error}. Give http://HOST:PORT") from error
     if not host:
-        raise ConfigError(f"worker address {url!r} names no host: give http://HOST:PORT")
+        raise ConfigError(f"{what} {url!r} names no host: give http://HOST:PORT")
 
 
 class Fleet:
