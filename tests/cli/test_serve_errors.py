@@ -44,6 +44,23 @@ def test_port_in_use(command: str, taken_port: int, capsys: pytest.CaptureFixtur
     )
 
 
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--engine-id", ""], "engine_id='' must have 1 to 160 printable ASCII characters"),
+        (["--engine-id", "a\nb"], r"engine_id='a\nb' must have 1 to 160"),
+        (["--engine-id", "p" * 161], "engine_id='ppp"),
+        (["--served-model-name", "a", ""], "--served-model-name '' is no name"),
+        (["--router", "router:8080"], "--router 'router:8080' must begin with http:// or https://"),
+    ],
+)
+def test_a_name_or_an_address_that_cannot_work_is_refused(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str], tiny: Path
+) -> None:
+    assert main(["serve", str(tiny), "--port", "0", *argv]) == ExitCode.ERROR
+    assert part in line_of(capsys)
+
+
 @pytest.mark.parametrize("command", ["route", "up"])
 def test_a_setting_of_the_router_is_refused_by_its_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, *(["--decode", "http://127.0.0.1:1"] if command == "route" else ["/nowhere"])]

@@ -223,6 +223,10 @@ def test_another_model_is_not_found(client: openai.OpenAI, chat: bool, stream: b
 
 def test_the_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("gpt-9")
+    assert refused.value.code == "model_not_found"
 
 
 class Weather(pydantic.BaseModel):

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             ferry.side_channel.host,
         )
     check_ready_file(args.ready_file)
+    served_names(args)  # a wrong one is reported before a model is loaded
     register_key = _check_registration(args)
     listener = Listener(None, args.host, args.port)
     listener.bind()

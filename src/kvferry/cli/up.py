@@ -21,6 +21,7 @@ from kvferry.cli.support.worker_flags import (
     check_side_channel,
     engine_settings,
     ferry_settings,
+    served_names,
     worker_argv,
 )
 from kvferry.engines.mini.settings import EngineSettings
@@ -152,15 +153,16 @@ def run(args: argparse.Namespace) -> ExitCode:
     for flag, given, least in (("--prefill", args.prefill, 0), ("--decode", args.decode, 1)):
         if given < least:
             raise ConfigError(f"{flag} {given}: give {least} or more")
-    find_model(args.model)  # here, once, and not by every child
     settings = engine_settings(args.model, args)  # wrong flags are reported here, once, and not by every child
     prefill, decode = (_sized(settings, args, role) for role in ("prefill", "decode"))
     check_side_channel(ferry_settings(args).side_channel)
     router_settings(args)
     check_ready_file(args.ready_file)
+    served_names(args)
     probe = Listener(None, args.host, args.port)
     probe.bind()
     probe.unbind()
+    find_model(args.model)  # last, as in a worker
     plan = FleetPlan(
         model=args.model, num_prefill=args.prefill, num_decode=args.decode, worker_argv=_worker_argv(args),
         router_argv=tuple(router_argv(args)),

@@ -142,8 +142,10 @@ def add_name_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def served_names(args: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the names of the model in the API, each once, or the one that its path gives."""
+    """Returns the names of the model in the API, each once, or the one that its path gives. Raises ConfigError."""
     given: list[str] = args.served_model_name or [Path(args.model).name.removesuffix(".gguf")]
+    if not all(given):
+        raise ConfigError("--served-model-name '' is no name: give one, or leave the flag out")
     return tuple(dict.fromkeys(given))
 
 

@@ -30,12 +30,14 @@ from kvferry.engines.mini.scheduling.cache_groups import tokens_handed_over
 from kvferry.engines.mini.settings import EngineSettings
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo, open_drafter
 from kvferry.engines.mini.speculation.load_drafter import find_drafter
+from kvferry.errors import ConfigError
 from kvferry.handshake.engine_description import EngineDescription, SpeculationFacts
 from kvferry.handshake.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvferry.ids import TransferId, new_incarnation
 from kvferry.layout.description import CacheKind, CacheLayout
 from kvferry.settings import FerrySettings, Role
 from kvferry.stats import HandoffStats
+from kvferry.wire.handoff_messages import MAX_ID_CHARS
 from kvferry.wire.versions import protocol_range
 
 __all__ = ["Worker", "WorkerSettings", "build_worker", "describe", "describe_engine"]
@@ -58,6 +60,15 @@ class WorkerSettings:
 
     engine_id: str | None = None
     """Its name in the fleet, which no other worker may have. None makes one at random."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a name that messages and headers cannot carry."""
+        name = self.engine_id
+        if name is not None and not (0 < len(name) <= MAX_ID_CHARS and name.isascii() and name.isprintable()):
+            raise ConfigError(
+                f"engine_id={name[:80]!r} must have 1 to {MAX_ID_CHARS} printable ASCII characters. "
+                "Choose another name, or leave it out (--engine-id)"
+            )
 
 
 class Worker:

@@ -1,6 +1,7 @@
 """Finding and loading models: every family against transformers, and the message for each kind of bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,13 @@ def test_a_missing_config_is_reported(model: Path) -> None:
     (model / "config.json").unlink()
     with pytest.raises(UnknownModel, match=r"config\.json is missing"):
         _load(model)
+
+
+def test_a_context_beyond_the_models_is_refused(model: Path) -> None:
+    settings = EngineSettings(model=str(model), dtype="float32")
+    assert load_model(replace(settings, max_model_len=2048)).config.max_positions == 2048
+    with pytest.raises(ConfigError, match=r"max_model_len=2049 is above .* 2048 tokens.*--max-model-len"):
+        load_model(replace(settings, max_model_len=2049))
 
 
 def test_a_missing_tokenizer_is_reported(model: Path) -> None:

@@ -81,6 +81,11 @@ def load_model(settings: EngineSettings, shard: Shard | None = None) -> LoadedMo
 def _open(settings: EngineSettings) -> tuple[OpenedModel, Checkpoint]:
     directory = model_directory(settings.model)
     config = read_config(directory)
+    if settings.max_model_len is not None and settings.max_model_len > config.max_positions:
+        raise ConfigError(
+            f"max_model_len={settings.max_model_len!r} is above the model's context of {config.max_positions} tokens. "
+            "Lower it, or leave it out (--max-model-len)"
+        )
     dtype = _dtype(settings.dtype, config)
     weights = Checkpoint(directory, dtype, _device(settings.device))
     weights.check(config)
