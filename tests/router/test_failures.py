@@ -312,7 +312,7 @@ async def test_a_server_that_is_no_kvferry_worker_is_reported() -> None:
     p.info = None
     async with fleet(p, d) as (url, _):
         response, _raw = await post(url, BODY)
-    assert "GET /version 404: is it a kvferry worker, or a vLLM server?" in response.headers["x-kvferry-why"]
+    assert "GET /version 404, so it is neither a kvferry worker nor a vLLM server" in response.headers["x-kvferry-why"]
 
 
 async def test_a_worker_with_an_invalid_description_is_asked_again() -> None:

@@ -1,7 +1,8 @@
 """Decodes JSON from clients into records; errors name the field, its value and the remedy."""
 
 import re
-from typing import Any, TypeVar
+from enum import Enum
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -20,7 +21,7 @@ def decode_body(raw: bytes | memoryview, kind: type[Body]) -> Body:
         try:
             return msgspec.json.decode(raw, type=kind)
         except msgspec.ValidationError as error:
-            raise _wrong_field(msgspec.json.decode(raw), str(error)) from error
+            raise _wrong_field(msgspec.json.decode(raw), str(error), kind) from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply: send a flatter one", code="invalid_json") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -35,7 +36,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "..."
 
 
-def _wrong_field(value: Any, complaint: str) -> ApiError:
+def _wrong_field(value: Any, complaint: str, kind: type) -> ApiError:
     what, _, path = complaint.partition(" - at `$")
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
     missing = re.search(r"missing required field `(\w+)`", what)
@@ -53,5 +54,18 @@ def _wrong_field(value: Any, complaint: str) -> ApiError:
         except (KeyError, IndexError, TypeError):  # the path ends at `[...]`: show the nearest value
             break
     name = "".join(f".{name}" if name else f"[{index}]" for name, index in steps)[1:]
-    message = f"{name}={shown(value)}: {what[:1].lower()}{what[1:]}. Send a value of that type, or leave the field out"
+    if choices := _choices_of(kind, name):
+        what, remedy = f"{shown(value)} is not one of its values", f"Send {choices}"
+    else:
+        what, remedy = what[:1].lower() + what[1:], "Send a value of that type"
+    message = f"{name}={shown(value)}: {what}. {remedy}, or leave the field out"
     return ApiError(400, message, param=name, code="invalid_type")
+
+
+def _choices_of(kind: type, name: str) -> str:
+    """Returns the values that a field takes, for people, if its type is an enumeration; else nothing."""
+    hint = get_type_hints(kind).get(name)
+    for one in (hint, *get_args(hint)):
+        if isinstance(one, type) and issubclass(one, Enum):
+            return " or ".join(repr(str(choice.value)) for choice in one)
+    return ""

@@ -111,7 +111,8 @@ def _report(steps: Iterator[Step], rates: dict[str, float], args: argparse.Names
     elif failed is None:
         print("all well")
     if failed is not None:
-        print(f"kvferry doctor: {failed.name}: {failed.detail}. {failed.remedy}", file=sys.stderr)
+        end = "" if failed.detail.endswith("?") else "."
+        print(f"kvferry doctor: {failed.name}: {failed.detail}{end} {failed.remedy}", file=sys.stderr)
     return code
 
 

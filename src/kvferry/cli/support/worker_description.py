@@ -167,9 +167,8 @@ def parse(name: str, body: bytes) -> WorkerDescription:
         facts = Facts.from_json({key: msgspec.json.decode(value) for key, value in raw.facts.items()})
         hello = decode_hello(base64.b64decode(raw.hello, validate=True)) if raw.hello else None
     except (msgspec.MsgspecError, binascii.Error, UnicodeDecodeError, RecursionError, MalformedMessage) as error:
-        raise MalformedMessage(
-            f"{name!r} does not hold the facts of a worker: {error}. `kvferry facts` saves such a file"
-        ) from error
+        remedy = "give the URL of a worker" if is_url(name) else "`kvferry facts` saves such a file"
+        raise MalformedMessage(f"{name!r} does not hold the facts of a worker: {error}. Remedy: {remedy}") from error
     stated = facts.get("role")
     role = Role(stated) if isinstance(stated, str) and stated in list(Role) else raw.role
     return WorkerDescription(Member(name, raw.engine, raw.incarnation, role, facts), hello)

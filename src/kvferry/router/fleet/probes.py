@@ -48,7 +48,7 @@ async def ask_what_it_is(session: aiohttp.ClientSession, worker: Worker, timeout
     if status in (401, 403):
         raise NotAWorker(f"GET /v1/kvferry answered {status}: it wants a key; give it with --worker-key-file")
     if status != 200:
-        raise NotAWorker(f"GET /v1/kvferry answered {status}: is it a kvferry worker?")
+        raise NotAWorker(f"GET /v1/kvferry answered {status}, so it is no kvferry worker")
     try:
         return msgspec.json.decode(body, type=WorkerInfo)
     except msgspec.MsgspecError as error:
@@ -86,7 +86,8 @@ async def _identify_vllm(session: aiohttp.ClientSession, worker: Worker, timeout
     status, body = await _get(session, f"{worker.url}/version", timeout)
     if status != 200:
         raise NotAWorker(
-            f"GET /v1/kvferry answered 404 and GET /version {status}: is it a kvferry worker, or a vLLM server?"
+            f"GET /v1/kvferry answered 404 and GET /version {status}, so it is neither a kvferry worker "
+            "nor a vLLM server"
         )
     try:
         version = msgspec.json.decode(body, type=_Version).version

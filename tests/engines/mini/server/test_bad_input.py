@@ -40,7 +40,7 @@ ONE_OF_EACH: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("completions", {**TEXT, "model": "gpt-9"}, 404, "model", "send 'tiny'"),
     ("completions", {"prompt": "x" * 600}, 400, "prompt", "600 characters"),
     ("completions", {**TEXT, "max_tokens": 600}, 400, "prompt", "at most 500 fit together"),
-    ("completions", {**TEXT, "kv_on_failure": "ask"}, 400, "kv_on_failure", "'ask'"),
+    ("completions", {**TEXT, "kv_on_failure": "ask"}, 400, "kv_on_failure", "Send 'recompute' or 'fail', or leave"),
     ("completions", {**TEXT, "kv_transfer_params": 3}, 400, "kv_transfer_params", "expected `object | null`"),
     (
         "completions",
