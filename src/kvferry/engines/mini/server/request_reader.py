@@ -4,13 +4,15 @@
 
 A prompt with more characters than all tokens of the context can cover is refused before anything is made of it. The
 last three steps run on the threads of an OffLoop, one after another, so a client that hangs up ends its work between
-them. A body of up to INLINE_BYTES is done at once, which is faster than a change of threads.
+them; long lists of token ids are decoded in pieces, because the decoder lets no other thread run (web/json_ids). A body
+of up to INLINE_BYTES is done at once, which is faster than a change of threads.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from kvferry.engines.mini.server.prompts import (
@@ -26,7 +28,8 @@ from kvferry.engines.mini.server.refused_handoffs import remember_handoff
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody, read_body
 from kvferry.errors import RequestTooLong
 from kvferry.web.api_errors import ApiError
-from kvferry.web.body_fields import BODIES_HELD, BodyRoom, Counts, Fields, read_fields
+from kvferry.web.body_fields import BODIES_HELD, BodyRoom, Counts, Fields, join_fields, read_fields
+from kvferry.web.json_ids import PIECE_BYTES, id_lists
 from kvferry.web.off_loop import OffLoop
 
 __all__ = ["INLINE_BYTES", "MAX_FIELD_BYTES", "RequestReader"]
@@ -170,5 +173,10 @@ class RequestReader:
 
 
 def _completion_of(fields: Fields) -> tuple[CompletionBody, list[str | list[int]]]:
-    body = read_body(fields.raw, CompletionBody)
-    return body, completion_items(body)
+    prompt = fields.values.get("prompt")
+    lists = None if prompt is None or len(prompt) <= PIECE_BYTES else id_lists(prompt, "prompt")
+    if lists is None:
+        body = read_body(fields.raw, CompletionBody)
+        return body, completion_items(body)
+    body = read_body(b"".join(join_fields({**fields.values, "prompt": b'""'})), CompletionBody)
+    return body, completion_items(msgspec.structs.replace(body, prompt=lists))
