@@ -34,7 +34,8 @@ def id_lists(value: memoryview, name: str) -> list[list[int]] | None:
 
 
 def _nested(raw: bytes) -> list[list[int]]:
-    lists, at = [], 1
+    lists: list[list[int]] = []
+    at = 1
     while True:
         at = _after_space(raw, at)
         end = raw.find(b"]", at) + 1

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from kvferry.engines.mini.models import linear
-from kvferry.engines.mini.models.linear import PIECES, Linear, pieces
+from kvferry.engines.mini.models.linear import MOST_REPEATED, PIECES, Linear, Sizes, pieces
 
 INPUTS, OUTPUTS = 24, 40
 
@@ -77,3 +77,26 @@ def test_memory_of_kernels_is_bounded_whatever_lengths_come(monkeypatch: pytest.
 
 def test_without_pieces_each_length_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(_sizes_after(1, False, monkeypatch)) > 500
+
+
+def test_a_number_of_rows_that_comes_often_is_not_cut() -> None:
+    sizes, dice = Sizes(), random.Random(3)
+    for _ in range(100):
+        sizes.cut(dice.randint(65, 2000))
+        last = sizes.cut(17)
+    assert last == [17]
+    assert sizes.repeated == {17}
+
+
+def test_numbers_of_rows_that_come_rarely_stay_cut() -> None:
+    sizes, dice = Sizes(), random.Random(4)
+    for _ in range(20_000):
+        assert set(sizes.cut(dice.randint(1, 512))) <= set(PIECES)
+
+
+def test_a_bounded_number_of_sizes_is_not_cut() -> None:
+    sizes = Sizes()
+    for num_rows in range(1000, 1200):
+        for _ in range(300):
+            sizes.cut(num_rows)
+    assert len(sizes.repeated) == MOST_REPEATED

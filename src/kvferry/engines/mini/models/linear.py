@@ -7,14 +7,17 @@ or sum with another tensor, is computed while the result is still in registers. 
 oneDNN compiles a kernel for each number of rows that it meets, and keeps about half a MiB for each of them: some of it
 until 1,024 others have come, the rest for as long as the process lives. The steps of a server have any number of rows,
 so its memory would grow for many thousands of requests. That is why inputs are cut into pieces of few different sizes.
+A piece more, or a row of padding, costs time: 5 to 20 % of a product of 17 to 300 rows. So a number of rows that comes
+again and again, as decode batches do, gets kernels of its own; a bounded number of them.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
-__all__ = ["PIECES", "Linear", "pieces"]
+__all__ = ["MOST_REPEATED", "PIECES", "Linear", "Sizes", "pieces"]
 
 REORDER_FOR_ROWS = 64
 """The number of rows that oneDNN is asked to optimise for; its value hardly matters."""
@@ -22,6 +25,9 @@ REORDER_FOR_ROWS = 64
 _EXACT, _SMALL, _LARGE = 16, 64, 512
 PIECES = (*range(1, _EXACT + 1), *range(_EXACT + 4, _SMALL, 4), *range(_SMALL, _LARGE + 1, _SMALL))
 """Every number of rows for which oneDNN makes a kernel, per matrix and fused operation."""
+_WINDOW, _OFTEN = 256, 32
+MOST_REPEATED = 16
+"""How many other numbers of rows get kernels of their own because they come often: _OFTEN times in _WINDOW inputs."""
 
 
 def pieces(num_rows: int) -> list[int]:
@@ -38,6 +44,35 @@ def pieces(num_rows: int) -> list[int]:
     if num_rows:
         sizes.append(num_rows if num_rows <= _EXACT else -(-num_rows // 4) * 4)
     return sizes
+
+
+class Sizes:
+    """Cuts the inputs of one matrix. All layers see the same inputs' sizes, and so have kernels in common."""
+
+    def __init__(self) -> None:
+        self.repeated: set[int] = set()
+        """The numbers of rows that are not cut although they are not in PIECES."""
+        self._seen: Counter[int] = Counter()
+        self._num_seen = 0
+
+    def cut(self, num_rows: int) -> list[int]:
+        """Returns the sizes of the pieces of an input."""
+        if num_rows in self.repeated:
+            return [num_rows]
+        sizes = pieces(num_rows)
+        if len(self.repeated) < MOST_REPEATED:
+            self._note(num_rows, is_whole=sizes == [num_rows])
+        return sizes
+
+    def _note(self, num_rows: int, *, is_whole: bool) -> None:
+        if self._num_seen == _WINDOW:
+            self._seen.clear()
+            self._num_seen = 0
+        self._num_seen += 1
+        if not is_whole:
+            self._seen[num_rows] += 1
+            if self._seen[num_rows] == _OFTEN:
+                self.repeated.add(num_rows)
 
 
 def _has_onednn(weight: torch.Tensor) -> bool:
@@ -57,6 +92,7 @@ class Linear:
             with torch.no_grad():
                 weight = torch.ops.mkldnn._reorder_linear_weight(weight, REORDER_FOR_ROWS)
         self._weight = weight
+        self._sizes = Sizes()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns y [rows, outputs]."""
@@ -79,21 +115,23 @@ class Linear:
 
     def _plain(self, x: torch.Tensor, activation: str, how: str = "") -> torch.Tensor:
         return _in_pieces(
-            lambda x: torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], how), x
+            self._sizes.cut(len(x)),
+            lambda x: torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, activation, [], how),
+            x,
         )
 
     def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
         return _in_pieces(
+            self._sizes.cut(len(x)),
             lambda x, other: torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, operation),
             x,
             other,
         )
 
 
-def _in_pieces(compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """Calls `compute` with the same rows of every input, in pieces of the sizes of `pieces`, and joins the results."""
+def _in_pieces(sizes: list[int], compute: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """Calls `compute` with the same rows of every input, in pieces of these sizes, and joins the results."""
     num_rows = len(inputs[0])
-    sizes = pieces(num_rows)
     if sizes == [num_rows]:
         return compute(*inputs)
     results, first = [], 0
