@@ -128,9 +128,9 @@ chaos: setup  ## kill and stop workers under load, 20 times in each way and mode
 	CHAOS=full $(BIN)/python -m pytest -k twenty tests/e2e/test_chaos.py
 	CHAOS=full $(BIN)/python -m pytest tests/e2e/test_fleet_of_four.py tests/e2e/test_router.py
 
-binding: setup  ## a thousand pairs of prompts with each other's hand-offs, both modes, embedded engine and vLLM; an hour
+binding: setup  ## pairs of prompts with each other's hand-offs and bursts with a common beginning, in all ways; an hour
 	$(BIN)/python -m tests.e2e.foreign_prompts
-	$(BIN)/python -m tests.engines.vllm.foreign_prompts
+	$(BIN)/python -m tests.engines.vllm.foreign_prompts --bursts 50
 
 docs: setup  ## what is made from code: settings.md, compatibility.md, layout-matrix.md, and parts of route.md and life-of-a-handoff.md
 	$(BIN)/python -m kvferry.cli.support.reference_pages

@@ -5,7 +5,8 @@
 The control path: two engines' connectors in one process, over NIXL, with a cache so small that its bytes cost nothing.
 It is counted from the request's arrival at prefill to its parameters, without a millisecond in which a model would
 compute the prompt, and from its arrival at decode to the landing; with and without the comparison of prompts, in turns.
-No router, no HTTP, no tokenizer and no model is part of it, all of which take longer.
+Other work on the machine makes the path longer and the share smaller, so the fastest tenth counts, not the median. No
+router, no HTTP, no tokenizer and no model is part of it, all of which take longer.
 
 Times are in microseconds. `percent` is what a hand-off waits for: what decode hashes and states, and what prefill
 does at the arrival and for its answer. Prefill hashes a long prompt meanwhile (`hashing_us`), on a thread.
@@ -90,7 +91,8 @@ class Side:
 
 
 def _hand_over(prefill: Side, decode: Side, name: str, prompt: Sequence[int]) -> float:
-    """Hands one prompt over, and returns the seconds that both sides took together."""
+    """Hands one prompt over, and returns the seconds that both sides took together. Infinity: decode gave up, because
+    this machine stood still for a second."""
     begun_s = time.perf_counter()
     sent = Request(kvferry.RequestId(name), prompt, kvferry.HandoffParams(do_remote_decode=True))
     prefill.half.on_new_request(sent)
@@ -108,8 +110,7 @@ def _hand_over(prefill: Side, decode: Side, name: str, prompt: Sequence[int]) ->
     while not (outcome.landed or outcome.failed):
         time.sleep(0)  # the driver threads are to run
         outcome = decode.step()
-    took_s = time.perf_counter() - begun_s
-    assert outcome.landed, outcome
+    took_s = time.perf_counter() - begun_s if outcome.landed else float("inf")
     decode.half.request_finished(asked, decode.tables, len(prompt), first_token=None, aborted=False)
     while prefill.half.has_pending_work():
         prefill.step()
@@ -139,17 +140,23 @@ def _measure(num_tokens: int, mode: kvferry.TransferMode, rounds: int) -> dict[s
     finally:
         decode.close()
         prefill.close()
-    without_us = 1e6 * statistics.median(times[False])
+    without_us = _fast_us(times[False])
     work = _work_us(tokens, push=mode is kvferry.TransferMode.PUSH)
     waited_for_us = work["prefill_us"] + work["decode_us"]
     return {
         "tokens": num_tokens,
         "control_path_us": round(without_us, 1),
-        "with_binding_us": round(1e6 * statistics.median(times[True]), 1),
+        "with_binding_us": round(_fast_us(times[True]), 1),
+        "median_us": round(1e6 * statistics.median(times[False]), 1),
         **{name: round(value, 1) for name, value in work.items()},
         "percent": round(100 * waited_for_us / without_us, 2),
         "percent_with_packing": round(100 * (waited_for_us + 2 * work["packing_us"]) / without_us, 2),
     }
+
+
+def _fast_us(times_s: Sequence[float]) -> float:
+    """Returns the time below which a tenth of these are: about what a machine needs that does nothing else."""
+    return 1e6 * sorted(times_s)[len(times_s) // 10]
 
 
 def _best_us(work: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
