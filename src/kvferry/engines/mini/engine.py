@@ -428,10 +428,7 @@ class Engine:
             )
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
-        if params is None:
-            return output
-        blocks = request.num_prompt_tokens // self.settings.block_tokens
-        return replace(output, handoff=params, prompt_hashes=tuple(request.hashes[:blocks]))
+        return output if params is None else replace(output, handoff=params, prompt_hashes=request.prompt_hashes)
 
     # Hand-offs
 

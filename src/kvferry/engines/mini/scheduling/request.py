@@ -130,6 +130,11 @@ class Request:
         """What the KV depends on besides the tokens (wire.salt)."""
         return self.spec.salt
 
+    @property
+    def prompt_hashes(self) -> tuple[BlockHash, ...]:
+        """The hashes of the prompt's whole blocks, as far as they are known."""
+        return tuple(self.hashes[: self.num_prompt_tokens // self.block_tokens]) if self.block_tokens else ()
+
     @cached_property
     def prompt(self) -> Prompt:
         """The prompt, packed once: for the hashes of its blocks, and for what a hand-off is bound to."""
