@@ -179,7 +179,9 @@ class ProcessEnd:
         try:
             if not self._pipe.poll(self.timeout_s):
                 self.kill()
-                raise TransferError(f"the process of {self.name!r} did not answer {asked!r} within {self.timeout_s} s")
+                raise TransferError(
+                    f"the process of {self.name!r} did not answer {asked!r} within {self.timeout_s:.1f} s"
+                )
             failed, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self.process.join(5.0)

@@ -130,3 +130,13 @@ def test_too_little_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -
     last = steps_with(MemoryTransport, MemoryHub())[-1]
     assert (last.name, last.code) == ("shared memory", ExitCode.ERROR)
     assert "--shm-size" in last.remedy
+
+
+@pytest.mark.parametrize(("timeout_s", "is_late"), [(0.0, True), (60.0, False)])
+def test_a_check_that_had_too_little_time_says_so_before_it_blames_the_transport(
+    timeout_s: float, is_late: bool
+) -> None:
+    failed = steps_with(Refusing, MemoryHub(), timeout_s)[-1]
+    assert not failed.ok
+    assert failed.remedy.startswith(f"The time of --timeout {timeout_s:g} is up") is is_late
+    assert "UCX_" in failed.remedy

@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
@@ -25,6 +26,8 @@ Result = TypeVar("Result")
 PREFILL, DECODE = PeerName("doctor-prefill/1/0"), PeerName("doctor-decode/1/0")
 NUM_BLOCKS = 256
 _MIN_SHARED_BYTES = 64 << 20
+_LATE_S = 3.0
+"""A step that fails this short before the end of the whole check may only have had too little time."""
 
 
 def tcp_remedy() -> str:
@@ -48,13 +51,16 @@ class WireCheck:
         self.num_bytes = num_bytes - num_bytes % NUM_BLOCKS
         self.gbps: dict[str, float] = {}
         self._end_s = time.monotonic() + timeout_s
+        self._more_time = f"The time of --timeout {timeout_s:g} is up: give a busy machine more."
         self._make_end = make_end if make_end is not None else self._make_real_end
         self._ends: list[End] = []
 
     def steps(self) -> Iterator[Step]:
         """Runs each step when it is asked for, up to the first that fails. Then closes both ends."""
         try:
-            yield from tried(self._planned())
+            for step in tried(self._planned()):
+                late = not step.ok and time.monotonic() > self._end_s - _LATE_S
+                yield replace(step, remedy=f"{self._more_time} {step.remedy}") if late else step
         finally:
             for end in self._ends:
                 end.close()
@@ -198,7 +204,7 @@ def _transfer(end: LocalEnd, peer: PeerName, operation: Operation, order: Sequen
                     raise TransferError(done.error)
                 return time.monotonic() - started_s
         time.sleep(0.0001)
-    raise TransferError(f"the {operation.value} has not ended after {timeout_s - 1:.1f} s")
+    raise TransferError(f"the {operation.value} has not ended after {max(0.0, timeout_s - 1):.1f} s")
 
 
 def _send(end: LocalEnd, peer: PeerName, body: bytes) -> None:
@@ -211,7 +217,7 @@ def _receive(end: LocalEnd, peer: PeerName, body: bytes, timeout_s: float) -> No
         if any(message.peer == peer and message.body == body for message in end.transport.poll().messages):
             return
         time.sleep(0.0001)
-    raise TransferError(f"no message from {peer!r} after {timeout_s - 1:.1f} s")
+    raise TransferError(f"no message from {peer!r} after {max(0.0, timeout_s - 1):.1f} s")
 
 
 def _notice(end: LocalEnd, peer: PeerName, timeout_s: float) -> float:
