@@ -22,8 +22,13 @@ from tests.attacks.fuzz import engine
 from tests.harness.handshake_examples import decode_facts, facts
 
 
-def save(path: Path, stated: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill") -> str:
+def save(
+    path: Path, stated: Facts, side: LocalSide | None = None, name: str = "e", role: str = "prefill",
+    limits: dict[str, int] | None = None,
+) -> str:  # fmt: skip
     body: dict[str, object] = {"engine": name, "incarnation": "i1", "role": role, "facts": stated.to_json()}
+    if limits is not None:
+        body["limits"] = limits
     if side is not None:
         body["hello"] = base64.b64encode(encode_hello(side.hello)).decode()
     path.write_text(json.dumps(body))
@@ -75,6 +80,32 @@ def test_compare_of_saved_facts(
     assert main(["compare", b, a]) == status
     text = capsys.readouterr().out
     assert ("refused" in text) is (status == 3)
+
+
+CONTEXT = {"max_model_len": 8192, "block_tokens": 16, "blocks": 4000, "tokens": 8192}
+CACHE = {"max_model_len": 8192, "block_tokens": 16, "blocks": 40, "tokens": 641}
+VLLM = {"max_model_len": 4096, "block_tokens": 16, "blocks": 100}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "pair", "text"),
+    [
+        (CONTEXT, CACHE, 641, "641 tokens; a 8,192 (--max-model-len), b 641 (its cache: --num-blocks or --cache-gb;"),
+        (CACHE, CONTEXT, 641, "a 641 (its cache: --num-blocks or --cache-gb; --max-model-len is 8,192), b 8,192 ("),
+        (VLLM, CONTEXT, 1600, "1,600 tokens; a 1,600 (its cache"),
+        (None, CONTEXT, None, None),
+    ],
+)
+def test_the_longest_request_of_the_pair_is_that_of_the_smaller_side(
+    a: dict[str, int] | None, b: dict[str, int], pair: int | None, text: str | None, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    sides = (save(tmp_path / "a.json", facts(), limits=a), save(tmp_path / "b.json", decode_facts(), limits=b))
+    assert main(["compare", *sides, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["longest_request"]["pair"] == pair
+    assert main(["compare", *sides]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (text in shown) if text is not None else ("longest prompt" not in shown)
 
 
 def test_compare_strict(tmp_path: Path) -> None:

@@ -58,3 +58,16 @@ def test_a_path_that_cannot_be_written_is_reported(
 ) -> None:
     assert main(["facts", str(tiny), "-o", str(tmp_path / "no" / "file")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_limits_of_a_model_are_those_of_its_context_and_its_cache(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def limits(*flags: str) -> dict[str, int]:
+        assert main(["facts", str(tiny), "--json", *flags]) == 0
+        stated: dict[str, int] = json.loads(capsys.readouterr().out)["limits"]
+        return stated
+
+    small = limits("--num-blocks", "9", "--block-tokens", "8")
+    assert (small["blocks"], small["block_tokens"], small["tokens"]) == (8, 8, 65)
+    assert limits("--max-model-len", "20")["tokens"] == 20

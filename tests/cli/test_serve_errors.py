@@ -61,6 +61,24 @@ def test_a_name_or_an_address_that_cannot_work_is_refused(
     assert part in line_of(capsys)
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", ""], True),
+        (["--host", "0.0.0.0", "--side-channel-host", "localhost"], True),
+        (["--host", "127.0.0.1"], False),
+        ([], False),
+    ],
+)
+def test_http_on_all_addresses_with_the_side_channel_on_loopback_is_warned_of(
+    flags: list[str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["serve", "/nowhere", "--port", "0", *flags]) == ExitCode.ERROR
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [("--side-channel-host ADDRESS and --key-file FILE" in text) for text in texts] == ([True] if warned else [])
+
+
 @pytest.mark.parametrize("command", ["route", "up"])
 def test_a_setting_of_the_router_is_refused_by_its_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [command, *(["--decode", "http://127.0.0.1:1"] if command == "route" else ["/nowhere"])]

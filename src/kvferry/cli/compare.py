@@ -12,6 +12,7 @@ from kvferry.handshake.fact import FactKind
 from kvferry.handshake.values import FactValue
 from kvferry.handshake.verdict import Row, Verdict, VerdictKind, show, verdict
 from kvferry.settings import Role
+from kvferry.web.records import Limits
 
 __all__ = ["add_arguments", "print_rows", "run"]
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     problem = None if answer.refused else layout_problem(a, b)
     kind = VerdictKind.REFUSED if problem else answer.kind
     if args.json:
-        print(json.dumps(_as_json(answer, kind, problem)))
+        print(json.dumps(_as_json(answer, kind, problem) | {"longest_request": _longest(a, b)}))
     else:
         _print(Terminal(sys.stdout), a, b, answer, problem)
     return ExitCode.INCOMPATIBLE if kind is VerdictKind.REFUSED else ExitCode.OK
@@ -60,12 +61,39 @@ def _print(
     print_rows(terminal, answer.rows)
     if problem:
         terminal.line("  ", ("layout", "red"), f": {problem}")
+    if (limit := _limit(a, b)) is not None:
+        terminal.line(limit)
     if problem or answer.refused:
         terminal.line(("refused: they cannot share a cache", "red"))
     elif answer.kind is VerdictKind.NOTES:
         terminal.line(("compatible; what differs is bridged", "yellow"))
     else:
         terminal.line(("compatible", "green"))
+
+
+def _longest(a: WorkerDescription, b: WorkerDescription) -> dict[str, int | None]:
+    """Returns the most tokens of a prompt and its answer that each side takes, and that both take. None: not known."""
+    sides = {"a": a.limits.longest_request or None, "b": b.limits.longest_request or None}
+    known = [tokens for tokens in sides.values() if tokens is not None]
+    return sides | {"pair": min(known) if len(known) == len(sides) else None}
+
+
+def _limit(a: WorkerDescription, b: WorkerDescription) -> str | None:
+    """Describes the longest request of the pair, and what limits each side; None if one side does not report it."""
+    pair = _longest(a, b)["pair"]
+    if pair is None:
+        return None
+    sides = ", ".join(
+        f"{name} {limits.longest_request:,} ({_limited_by(limits)})"
+        for name, limits in (("a", a.limits), ("b", b.limits))
+    )
+    return f"longest prompt with its answer: {pair:,} tokens; {sides}"
+
+
+def _limited_by(limits: Limits) -> str:
+    if limits.longest_request < limits.max_model_len:
+        return f"its cache: --num-blocks or --cache-gb; --max-model-len is {limits.max_model_len:,}"
+    return "--max-model-len"
 
 
 def print_rows(terminal: Terminal, rows: tuple[Row, ...], a: str = "a", b: str = "b") -> None:

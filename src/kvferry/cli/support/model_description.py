@@ -7,6 +7,8 @@ from kvferry.engines.mini.cache.plan import num_blocks_of, place
 from kvferry.engines.mini.models.catalog import model_directory, read_config
 from kvferry.engines.mini.models.loading import kv_format
 from kvferry.engines.mini.ranks.sizing import check_parallel, groups_of, layers_of, shards
+from kvferry.engines.mini.scheduling.block_manager import BlockManager
+from kvferry.engines.mini.scheduling.cache_groups import Groups
 from kvferry.engines.mini.speculation.drafter_info import DrafterInfo, open_drafter
 from kvferry.engines.mini.worker import WorkerSettings, describe
 from kvferry.handshake.facts import Facts
@@ -38,11 +40,22 @@ def describe_model(settings: WorkerSettings) -> dict[str, object]:
         place(layers, groups, engine.block_tokens).layout(num_blocks, rank=shard.rank, kind=MemoryKind.DRAM)
         for shard, layers in ranks
     ]
+    rooms = Groups(
+        layouts[0].groups, BlockManager(num_blocks), block_tokens=engine.block_tokens,
+        chunk_tokens=engine.max_batch_tokens, prefix_caching=engine.prefix_caching,
+    )  # fmt: skip
+    context = min(engine.max_model_len or config.max_positions, config.max_positions)
     return {
         "engine": "-",
         "incarnation": "-",
         "role": settings.role.value,
         "mode": settings.ferry.transfer.mode.value,
+        "limits": {
+            "max_model_len": context,
+            "block_tokens": engine.block_tokens,
+            "blocks": num_blocks - 1,
+            "tokens": min(context, rooms.room_tokens() + 1),
+        },
         "facts": Facts.from_engine(describe(settings, config, directory, engine.dtype, kv)).to_json(),
         "hello": base64.b64encode(encode_hello(_hello(settings, layouts))).decode(),
     }

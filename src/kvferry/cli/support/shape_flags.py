@@ -11,7 +11,7 @@ from kvferry.errors import ConfigError
 
 __all__ = ["add_shape_flags", "shapes"]
 
-_NAMES = ("tp", "pp", "block-tokens", "num-blocks", "dtype", "kv-dtype")
+_NAMES = ("tp", "pp", "block-tokens", "num-blocks", "max-model-len", "dtype", "kv-dtype")
 _FLAGS = tuple(flag for flag in FLAGS if flag.name in _NAMES)
 
 

@@ -22,6 +22,8 @@ from kvferry.handshake.fit import layouts_of, make_fit
 from kvferry.handshake.fleet_verdict import Member
 from kvferry.layout.description import CacheLayout
 from kvferry.settings import Role
+from kvferry.web.proxies import is_loopback, proxy_of
+from kvferry.web.records import Limits
 from kvferry.wire.hello import Hello, decode_hello
 from kvferry.wire.layout_codec import load_layouts as read_layout_file
 
@@ -38,7 +40,7 @@ __all__ = [
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 64 << 20
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_UNKNOWN = Limits()
 _GIVE = "Give a worker's URL (http://...), a file that `kvferry facts` saved, or a model as for `kvferry serve`"
 
 Shape = Callable[[str], EngineSettings]
@@ -53,6 +55,7 @@ class _Raw(msgspec.Struct, frozen=True):
     incarnation: str = "-"
     role: Role = Role.BOTH
     hello: str = ""
+    limits: Limits = Limits()
 
 
 class _RouterWorker(msgspec.Struct, frozen=True):
@@ -73,6 +76,8 @@ class WorkerDescription:
 
     member: Member
     hello: Hello | None
+    limits: Limits = _UNKNOWN
+    """The most that it can hold; all 0 if that is not known, as from an older version."""
 
     @property
     def facts(self) -> Facts:
@@ -134,12 +139,14 @@ def fetch(url: str) -> bytes:
     try:
         with _opener(url).open(url.rstrip("/") + "/v1/kvferry", timeout=TIMEOUT_S) as answer:
             body: bytes = answer.read(MAX_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            raise PeerLost(f"{url!r} answers {error.code} {error.reason}. {_remedy(url)}") from error
     except (OSError, ValueError, urllib.error.URLError, http.client.HTTPException) as error:
         # An HTTPException: what answers there does not speak HTTP, or breaks off.
-        is_status = isinstance(error, urllib.error.HTTPError)
-        reason = error.reason if isinstance(error, urllib.error.URLError) and not is_status else error
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
         text = reason.strerror if isinstance(reason, OSError) and reason.strerror else str(reason).strip()
-        raise PeerLost(f"{url!r} does not answer: {text}. Is it the URL of a kvferry worker?") from error
+        raise PeerLost(f"{url!r} does not answer: {text}. {_remedy(url)}") from error
     if len(body) > MAX_BYTES:
         raise MalformedMessage(f"{url!r} answers with more than {MAX_BYTES} bytes")
     return body
@@ -147,9 +154,19 @@ def fetch(url: str) -> bytes:
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
     """Returns what opens the URL: without the proxy of the environment if it is on this machine."""
-    if urllib.parse.urlsplit(url).hostname in _LOOPBACK:
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener()
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_loopback(url) else []))
+
+
+def _remedy(url: str) -> str:
+    proxy = proxy_of(url)
+    if proxy is None:
+        return "Is it the URL of a kvferry worker?"
+    host = urllib.parse.urlsplit(url).hostname
+    variable = f"{urllib.parse.urlsplit(url).scheme}_proxy"
+    return (
+        f"It was asked through the proxy {proxy}, which the environment names ({variable}): the answer may be the "
+        f"proxy's. To ask the worker directly: export NO_PROXY={host}"
+    )
 
 
 def workers_of_router(body: bytes) -> tuple[str, ...] | None:
@@ -171,7 +188,7 @@ def parse(name: str, body: bytes) -> WorkerDescription:
         raise MalformedMessage(f"{name!r} does not hold the facts of a worker: {error}. Remedy: {remedy}") from error
     stated = facts.get("role")
     role = Role(stated) if isinstance(stated, str) and stated in list(Role) else raw.role
-    return WorkerDescription(Member(name, raw.engine, raw.incarnation, role, facts), hello)
+    return WorkerDescription(Member(name, raw.engine, raw.incarnation, role, facts), hello, raw.limits)
 
 
 def _layouts_in(name: str, body: bytes) -> tuple[CacheLayout, ...]:

@@ -13,10 +13,12 @@ The caller decides in its `traceparent` whether a request is recorded; without o
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import aiohttp
 from opentelemetry.context import Context
@@ -32,6 +34,7 @@ from kvferry.router.fleet.worker import Worker
 from kvferry.router.observe.observer import Field
 from kvferry.router.observe.timeline import Timeline, Timelines, WorkerPart, spans_of
 from kvferry.router.observe.timeline_collect import Collector
+from kvferry.web.proxies import is_loopback
 from kvferry.web.stages import MAX_ASKED
 
 __all__ = ["Tracing", "otlp_exporter"]
@@ -49,6 +52,10 @@ _MAX_ENGINES = 64
 def otlp_exporter(url: str) -> SpanExporter:
     """Returns an exporter to an OTLP receiver over HTTP. `url` is http://HOST:4318; the protocol's path is added."""
     path = "" if url.rstrip("/").endswith("/v1/traces") else "/v1/traces"
+    if is_loopback(url):  # the exporter's own client would ask a proxy of the environment for it
+        host = urlsplit(url).hostname
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = f"{os.environ[name]},{host}" if os.environ.get(name) else str(host)
     return OTLPSpanExporter(endpoint=url.rstrip("/") + path)
 
 
