@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -36,6 +37,10 @@ def with_room(worker: Worker, free_blocks: int, blocks: int = 100) -> Worker:
     return worker
 
 
+NO_TURN = RouterSettings(health_every_s=0.05, connect_timeout_s=1.0, room_turn_s=1000.0)
+"""Requests without room wait in the router."""
+
+
 async def test_a_request_goes_where_there_is_room() -> None:
     p, full, roomy = a_prefill(), with_room(a_decode("d0"), 3), with_room(a_decode("d1"), 50)
     async with fleet(p, full, roomy) as (url, _):
@@ -47,7 +52,7 @@ async def test_a_request_goes_where_there_is_room() -> None:
 
 async def test_prefill_gets_no_work_while_no_decode_has_room() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
-    async with fleet(p, d) as (url, router):
+    async with fleet(p, d, settings=NO_TURN) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
         await until_async(lambda: router.context.admission.num_waiting == 1)
         checks = d.num_checks
@@ -57,6 +62,27 @@ async def test_prefill_gets_no_work_while_no_decode_has_room() -> None:
         response, _ = await asking
         assert response.status == 200
         assert router.context.admission.num_waiting == 0
+
+
+async def test_a_large_prompt_has_its_turn_and_small_ones_pass_it() -> None:
+    """It is prefilled and waits in decode, without a reservation; a second large one waits in the router."""
+    go_on = asyncio.Event()
+
+    async def held(request: web.Request, asked: Asked) -> web.StreamResponse:
+        if len(asked.body["prompt"]) > 50:
+            await go_on.wait()
+        return await decode_script(request, asked)
+
+    p, d = a_prefill(), with_room(a_decode(script=held), 3)
+    async with fleet(p, d, settings=RouterSettings(health_every_s=0.05, room_turn_s=0)) as (url, router):
+        large = [asyncio.create_task(post(url, IDS)) for _ in range(2)]
+        await until_async(lambda: len(d.asked) == 1 and router.context.admission.num_waiting == 1)
+        for _ in range(3):
+            response, _raw = await post(url, {**BODY, "prompt": [5] * 20})
+            assert response.status == 200
+        go_on.set()
+        assert [response.status for response, _ in await asyncio.gather(*large)] == [200, 200]
+    assert len(p.asked) == len(d.asked) == 5
 
 
 async def test_the_wait_for_room_ends_with_503_and_retry_after() -> None:
@@ -80,7 +106,7 @@ async def test_at_most_a_given_number_wait() -> None:
 
 async def test_a_client_that_hangs_up_stops_waiting() -> None:
     p, d = a_prefill(), with_room(a_decode(), 3)
-    async with fleet(p, d) as (url, router):
+    async with fleet(p, d, settings=NO_TURN) as (url, router):
         asking = asyncio.create_task(post(url, IDS))
         await until_async(lambda: router.context.admission.num_waiting == 1)
         asking.cancel()
@@ -91,7 +117,7 @@ async def test_a_client_that_hangs_up_stops_waiting() -> None:
 async def test_reserved_room_is_not_given_twice() -> None:
     """Ten requests come at once, and there is room for two; no report comes in between."""
     p, d = a_prefill(script=hanging), with_room(a_decode(), 15)
-    async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
+    async with fleet(p, d, settings=RouterSettings(health_every_s=60.0, room_turn_s=1000.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(10)]
         await until_async(lambda: router.context.admission.num_waiting == 8 and len(p.asked) == 2)
         for task in asking:
@@ -153,6 +179,7 @@ async def test_prefix_aware_choice_by_workers_reports(role: str) -> None:
     for worker in workers:
         assert worker.info is not None
         worker.info |= {"abilities": ["prompt-blocks"], "limits": {"block_tokens": 16, "blocks": 1000}}
+        worker.info["cache"] = {"version": 0, "blocks": 0}
     has = workers[2]
     policy: dict[str, Any] = {f"{role}_policy": PolicyName.PREFIX_AWARE}
     async with fleet(*workers, settings=RouterSettings(health_every_s=0.05, **policy)) as (url, router):
@@ -160,7 +187,9 @@ async def test_prefix_aware_choice_by_workers_reports(role: str) -> None:
         has.blocks = BLOCKS
         assert has.info is not None
         has.info["cache"] = {"version": 1, "blocks": 62}
+        noted_s = time.monotonic()
         await until_async(lambda: any(worker.cached.blocks for worker in router.fleet.workers))
+        await until_async(lambda: all(worker.report.asked_s > noted_s for worker in router.fleet.workers))
         before = len(has.asked)
         for i in range(6):
             await post(url, {**BODY, "prompt": "word " * 200 + f"and {i}"})
@@ -299,7 +328,7 @@ async def test_freed_room_is_seen_at_once() -> None:
         return await decode_script(request, asked)
 
     d.script = held
-    async with fleet(p, d, settings=RouterSettings(health_every_s=60.0)) as (url, router):
+    async with fleet(p, d, settings=RouterSettings(health_every_s=60.0, room_turn_s=1000.0)) as (url, router):
         asking = [asyncio.create_task(post(url, IDS)) for _ in range(3)]
         await until_async(lambda: router.context.admission.num_waiting == 2 and len(d.asked) == 1)
         go_on.set()

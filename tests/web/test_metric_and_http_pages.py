@@ -4,11 +4,26 @@ import re
 
 from aiohttp import web
 
+from kvferry.engines.mini.server.app import ReleaseBody
 from kvferry.engines.mini.server.metrics import WorkerMetrics
 from kvferry.engines.mini.server.request_body import ChatBody, CompletionBody
+from kvferry.engines.mini.server.router_services import MeetBody
 from kvferry.router.app import Router
+from kvferry.router.fleet.discovery import Registration
 from kvferry.router.observe.metrics import RouterMetrics
-from kvferry.web.records import Served
+from kvferry.settings import TransferMode
+from kvferry.web.records import (
+    CacheMark,
+    DecodeChecks,
+    Handoffs,
+    Limits,
+    Load,
+    ModelCard,
+    Room,
+    Served,
+    SideChannelAddress,
+    WorkerInfo,
+)
 from tests.harness.repository import DOCS, SRC
 from tests.harness.scripted_engine import a_server
 
@@ -32,6 +47,19 @@ def test_every_field_is_in_the_page() -> None:
     assert not {field for field in fields if f"| `{field}`" not in page}
     page = (REFERENCE / "http.md").read_text()
     assert not {field for field in Served.__struct_fields__ if f"`{field}" not in page}
+
+
+def test_every_header_and_field_between_router_and_workers_is_in_the_page() -> None:
+    page = (REFERENCE / "http.md").read_text()
+    files = [file for room in ("web", "router", "engines/mini/server") for file in (SRC / room).rglob("*.py")]
+    headers = {name for file in files for name in re.findall(r'"(x-kvferry-[a-z-]*[a-z])"', file.read_text().lower())}
+    headers |= Served(why="x", mode=TransferMode.PULL, prefill="p", decode="d").headers().keys()
+    assert len(headers) > 10
+    assert not {header for header in headers if f"`{header}`" not in page}
+    records = (WorkerInfo, SideChannelAddress, Load, Room, Handoffs, Limits, CacheMark, ModelCard, DecodeChecks)
+    fields = {field for record in records for field in record.__struct_fields__}
+    fields |= {field for record in (MeetBody, ReleaseBody, Registration) for field in record.__struct_fields__}
+    assert not {field for field in fields if not re.search(rf"[`\"]{field}[`\"]", page)}
 
 
 def test_every_error_code_is_in_the_page() -> None:

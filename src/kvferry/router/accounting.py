@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Mapping
 
-from kvferry.router.answer.account import HandoffOutcome, handed_over_tokens, outcome_of
+from kvferry.router.answer.account import HandoffOutcome, handed_over_tokens, outcome_of, prompt_tokens
 from kvferry.router.client_body import ClientBody, PrefillAnswer
 from kvferry.router.context import RouterContext
 from kvferry.router.fleet.prefixes import Prompt, unpack_hashes
 from kvferry.router.fleet.worker import Worker
 
-__all__ = ["note_answer", "note_prefill"]
+__all__ = ["note_answer", "note_length", "note_prefill"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ def note_prefill(
             return  # this only costs a better choice of workers later
         size = prefill.info.limits.block_tokens
         context.prefixes.learn(prompt, hashes, num_tokens, size, body.prompt_size)
+
+
+def note_length(context: RouterContext, headers: Mapping[str, str], body: ClientBody, prompt: Prompt) -> None:
+    """Learns the prompt's length from an answer's headers, if prefill has not counted it."""
+    if not prompt.exact and (num_tokens := prompt_tokens(headers)):
+        context.prefixes.learn_length(body.prompt_size, body.num_prompt_ids, num_tokens)
+        prompt.counted(num_tokens)
 
 
 def note_answer(

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from kvferry.router.accounting import note_answer, note_prefill
+from kvferry.router.accounting import note_answer, note_length, note_prefill
 from kvferry.router.answer.account import HandoffOutcome, outcome_of
 from kvferry.router.answer.relay import relay
 from kvferry.router.answer.reply import Reply
+from kvferry.router.answer.usage import TokenCounter
 from kvferry.router.client_body import ClientBody, PrefillAnswer
 from kvferry.router.context import RouterContext
 from kvferry.router.fleet.failures import FailedAttempts, WorkerFailed
@@ -27,7 +28,7 @@ from kvferry.router.upstream.worker_client import check_too_long
 from kvferry.settings import Role
 from kvferry.web.api_errors import request_id_of
 from kvferry.web.body_fields import Parts
-from kvferry.web.records import DECODE_CHECKS, header_value
+from kvferry.web.records import CREATED, DECODE_CHECKS, header_value
 
 __all__ = ["Answered", "WorkerCalls"]
 
@@ -52,6 +53,7 @@ class WorkerCalls:
         self._request = request
         self._body = body
         self._began_s = time.monotonic()
+        self._created = str(int(time.time()))
         self._offer: tuple[Worker, str] | None = None
         self._prefilled_s: float | None = None
         self.failed = FailedAttempts()
@@ -103,7 +105,11 @@ class WorkerCalls:
                         pair = None
                     self._on_begin(worker, prefill, headers, route, answer.status)
 
-                return await relay(self.reply, worker, answer, served, on_begin)
+                counter = TokenCounter() if self._context.fleet.wants_pieces else None
+                response = await relay(self.reply, worker, answer, served, on_begin, counter)
+                if answer.status < 400:
+                    self._context.prefixes.served(self.prompt, worker, counter.num_tokens if counter else 0)
+                return response
         finally:
             if pair is not None:
                 pair.open -= 1
@@ -144,11 +150,13 @@ class WorkerCalls:
         self._emit("prefill.answered", worker=prefill.name, status=200)
         after_s = self._prefilled_s - began_s
         note_prefill(self._context, prefill, answer, self._body, self.prompt, after_s)
+        self._context.prefixes.served(self.prompt, prefill, 0)
         return raw, answer
 
     def _headers(self, stage: str, request_id: str | None = None) -> dict[str, str]:
         asked = self._request.headers
         headers = {"Content-Type": "application/json", "X-Request-Id": request_id or request_id_of(self._request)}
+        headers[CREATED] = self._created
         for name in ("traceparent", "tracestate"):
             if name in asked:
                 headers[name] = asked[name]
@@ -232,6 +240,7 @@ class WorkerCalls:
             self.reservation.began_s = time.monotonic()
         if status < 400:
             self.note_served(worker)
+            note_length(self._context, headers, self._body, self.prompt)
             if outcome_of(headers) is not HandoffOutcome.FAILED:
                 self.settled()
         self.served |= {

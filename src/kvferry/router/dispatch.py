@@ -107,14 +107,15 @@ class Dispatch:
     async def _decode_somewhere(self) -> web.StreamResponse:
         outcome: PrefillOutcome | None = None
         while True:
-            decode = await self._context.admission.admit(self._failed, self._prompt, self._body)
+            place = await self._context.admission.admit(self._failed, self._prompt, self._body)
+            decode = place.worker
             prefill = None if outcome is None else outcome.prefill
             if prefill is not None and self._fleet.mismatch_reason(prefill, decode):
                 outcome = None
                 self._calls.give_up("the other decode worker does not fit")
             if outcome is None and self._reply.started:
                 raise self._cannot_go_on()
-            with decode.reserving(self._prompt.num_tokens) as self._calls.reservation:
+            with place.taking(self._prompt.num_tokens) as self._calls.reservation:
                 try:
                     if outcome is None:
                         outcome = self._choose_local_prefill(decode)

@@ -8,7 +8,7 @@ from kvferry.errors import ConfigError
 __all__ = ["FirstToken", "PolicyName", "RouterSettings"]
 
 _MAY_BE_ZERO = frozenset(
-    {"hung_after_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered", "drain_timeout_s"}
+    {"hung_after_s", "room_turn_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered", "drain_timeout_s"}
 )
 
 
@@ -47,7 +47,14 @@ class RouterSettings:
     bytes."""
 
     room_wait_s: float = 30.0
-    """Seconds for which a request waits if no decode worker has room for its prompt; then it gets 503."""
+    """Seconds for which a request waits if no decode worker has room for its prompt and it has no turn (`room_turn_s`);
+    then it gets 503."""
+
+    room_turn_s: float = 2.0
+    """Seconds after which a request that has found no room has its turn, the oldest first: it is sent to a decode
+    worker all the same and waits there for the next room, one such request per worker. Smaller ones that find room
+    still pass it in the router; in the worker they pass by its own rule (`--overtake`), which bounds the wait of both.
+    With 0 a request without room has its turn at once."""
 
     max_waiting: int = 1024
     """The largest number of requests that wait for a decode worker; further ones get 503 at once."""

@@ -6,6 +6,7 @@ from kvferry.settings import Role, TransferMode
 from kvferry.stats import HandoffTiming, PromptAccount
 
 __all__ = [
+    "CREATED",
     "DECODE_CHECKS",
     "CacheMark",
     "DecodeChecks",
@@ -170,6 +171,10 @@ class Limits(msgspec.Struct, frozen=True):
         cache = self.blocks * self.block_tokens
         return self.tokens or min(self.max_model_len or cache, cache or self.max_model_len)
 
+
+CREATED = "x-kvferry-created"
+"""The header with the `created` that a worker writes into its answer, in seconds since 1970: prefill and decode write
+parts of one stream."""
 
 DECODE_CHECKS = "x-kvferry-decode-checks"
 """The header with `DecodeChecks`, as JSON."""

@@ -18,6 +18,10 @@ class Wants:
     num_tokens: int = 100
     cached: dict[str, int] = field(default_factory=dict)
     exact: bool = True
+    before: str = ""
+
+    def served_before(self, worker: Worker) -> bool:
+        return worker.url == self.before
 
     def num_cached(self, worker: Worker) -> int:
         return self.cached.get(worker.url, 0)
@@ -46,6 +50,23 @@ def test_a_loaded_worker_gets_less(name: PolicyName) -> None:
     all_of_them[0].num_open = 50
     chosen = [policy.choose(all_of_them, Wants()).url for _ in range(20)]
     assert set(chosen) == {"http://w1"}
+
+
+TIED = [PolicyName.LEAST_LOADED, PolicyName.POWER_OF_TWO, PolicyName.PREFIX_AWARE]
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tie_goes_to_the_worker_that_served_the_turn_before(name: PolicyName) -> None:
+    policy, two = make_policy(name, random.Random(1)), workers(2)
+    assert {policy.choose(two, Wants(before="http://w1")).url for _ in range(10)} == {"http://w1"}
+    two[1].num_open = 1
+    assert policy.choose(two, Wants(before="http://w1")).url == "http://w0"
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tie_of_a_new_conversation_goes_to_each_in_turn(name: PolicyName) -> None:
+    policy, two = make_policy(name, random.Random(1)), workers(2)
+    assert [policy.choose(two, Wants()).url for _ in range(4)] == ["http://w0", "http://w1"] * 2
 
 
 def test_round_robin_does_not_look_at_load() -> None:

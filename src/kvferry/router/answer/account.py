@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from enum import StrEnum
 
-__all__ = ["HandoffOutcome", "handed_over_tokens", "outcome_of"]
+__all__ = ["HandoffOutcome", "handed_over_tokens", "outcome_of", "prompt_tokens"]
 
 
 class HandoffOutcome(StrEnum):
@@ -27,5 +27,14 @@ def outcome_of(headers: Mapping[str, str]) -> HandoffOutcome:
 
 def handed_over_tokens(headers: Mapping[str, str]) -> int:
     """Returns the number of prompt tokens that were handed over; 0 if the headers do not say it."""
-    text = headers.get("x-kvferry-handed-over", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    return _number(headers.get("x-kvferry-handed-over", "")) or 0
+
+
+def prompt_tokens(headers: Mapping[str, str]) -> int:
+    """Returns the number of prompt tokens: those handed over, cached and computed. 0 if the headers do not say it."""
+    counts = [_number(headers.get(f"x-kvferry-{name}", "")) for name in ("handed-over", "cached", "recomputed")]
+    return 0 if None in counts else sum(count or 0 for count in counts)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None

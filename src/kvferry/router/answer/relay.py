@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvferry.router.answer.first_event import FirstEvent, as_events
 from kvferry.router.answer.reply import Reply
-from kvferry.router.answer.usage import UsageWriter, asked_for
+from kvferry.router.answer.usage import TokenCounter, UsageWriter, asked_for
 from kvferry.router.client_body import ClientBody
 from kvferry.router.fleet.failures import WorkerFailed
 from kvferry.router.fleet.outcomes import OUTCOMES, Outcome
@@ -35,8 +35,10 @@ async def relay(
     answer: Answer,
     headers: Mapping[str, str],
     on_begin: Callable[[Mapping[str, str]], None],
+    counter: TokenCounter | None = None,
 ) -> web.StreamResponse:
-    """Passes the answer on. Raises WorkerFailed only while nothing of it has gone to the client.
+    """Passes the answer on; `counter` sees its bytes. Raises WorkerFailed only while nothing of it has gone to the
+    client.
 
     A stream that breaks off later ends with an error event and no [DONE]: nothing is ever sent twice.
     """
@@ -45,6 +47,8 @@ async def relay(
     usage = UsageWriter(merged) if asked_for(request.headers) else None
     if answer.content_type != "text/event-stream":
         body = await answer.read()
+        if counter is not None:
+            counter.feed(body)
         on_begin(merged)
         if reply.started:  # with prefill's first token: the status was sent, so the stream carries decode's body
             return await reply.end(b"data: " + body + b"\n\n")
@@ -57,14 +61,12 @@ async def relay(
     try:
         if reply.early is not None:
             chunk = await _after_first_event(answer, chunk, reply.early)
-        if usage is None:
-            while chunk:
-                await stream.write(chunk)
-                chunk = await answer.read_some()
-        else:
-            while chunk:
-                await stream.write(usage.feed(chunk))
-                chunk = await answer.read_some()
+        while chunk:
+            if counter is not None:
+                counter.feed(chunk)
+            await stream.write(chunk if usage is None else usage.feed(chunk))
+            chunk = await answer.read_some()
+        if usage is not None:
             await stream.write(usage.end())
     except WorkerFailed as failure:
         logger.warning("stream broke off request=%s peer=%s cause=%s", merged["X-Request-Id"], worker.name, failure)

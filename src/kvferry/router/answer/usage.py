@@ -4,18 +4,43 @@ Only then does the router look into the bytes of an answer. It adds `usage.kvfer
 wrote it, except for the JSON's spacing in that one event.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-__all__ = ["UsageWriter", "asked_for"]
+__all__ = ["TokenCounter", "UsageWriter", "asked_for"]
 
 HEADER = "X-KVFerry-Usage"
 _MARK = b'"usage"'
+_COMPLETION = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
+_TAIL_BYTES = 4096
+"""The usage is in the last bytes of a body, or of the last event but one."""
 _NULL = msgspec.Raw(b"null")
 _NUMBERS = ("handed_over", "cached", "computed", "recomputed")
 _WORDS = ("route", "prefill", "decode", "mode", "why")
+
+
+class TokenCounter:
+    """Counts the tokens of an answer without decoding it: by its usage if that is there, else one per event of its
+    stream, which is too few if the worker sends several in one."""
+
+    def __init__(self) -> None:
+        self._num_events = 0
+        self._reported: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens so far."""
+        return self._num_events if self._reported is None else self._reported
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes the next bytes of a stream, or a whole body."""
+        self._num_events += chunk.count(b"data: {")
+        found = _COMPLETION.findall(chunk, max(0, len(chunk) - _TAIL_BYTES))
+        if found:
+            self._reported = int(found[-1])
 
 
 def asked_for(headers: Mapping[str, str]) -> bool:

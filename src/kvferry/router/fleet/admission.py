@@ -4,23 +4,32 @@ A prompt that prefill has computed and no decode worker can take would occupy pr
 request waits here, before prefill, until a decode worker has room: for `room_wait_s` at most, and with at most
 `max_waiting` requests waiting at once.
 
+A large prompt may never find room at once while small ones take each block that becomes free. So a request that has
+waited for `room_turn_s` gets a *turn*, the oldest first and one per decode worker: it is prefilled and sent to the
+worker without room. The worker then keeps the order, because only it knows how long its answers still are: small
+requests are not held for as long as an answer takes, and do not pass for ever (`--overtake`; a vLLM server lets none
+pass).
+
 If all decode workers have just gone, requests wait here too, for `restart_wait_s` since the last of them went. So a
 restart of all of them fails no request whose answer has not begun.
 """
 
+import itertools
 import math
 import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.router.fleet.failures import FailedAttempts
 from kvferry.router.fleet.model_names import check_model
 from kvferry.router.fleet.policies import PromptEstimate
-from kvferry.router.fleet.worker import Worker
+from kvferry.router.fleet.worker import BlockReservation, Worker
 from kvferry.router.fleet.workers import Fleet, long_enough
 from kvferry.router.settings import RouterSettings
 from kvferry.web.api_errors import ApiError
 
-__all__ = ["Admission", "Demand"]
+__all__ = ["Admission", "Demand", "Place"]
 
 
 class Demand(Protocol):
@@ -36,6 +45,19 @@ class Demand(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request may go."""
+
+    worker: Worker
+    has_room: bool
+    """False: it has its turn, and waits in the worker for room."""
+
+    def taking(self, num_tokens: int) -> AbstractContextManager[BlockReservation]:
+        """Returns a context within which the place is taken, for a prompt of this length."""
+        return self.worker.reserving(num_tokens) if self.has_room else self.worker.waiting_there()
+
+
 class Admission:
     """Admits requests to decode workers. There is one per router; it runs on the event loop."""
 
@@ -43,12 +65,23 @@ class Admission:
         self._fleet = fleet
         self._settings = settings
         self.num_waiting = 0
-        """The number of requests that wait for room on decode, or for a decode worker to come back."""
+        """The number of requests that wait here for room on decode, or for a decode worker to come back."""
+        self._numbers = itertools.count()
+        self._without_room: dict[int, list[Worker]] = {}
+        """The requests that have found no room, with the workers that could hold them; the oldest first."""
 
-    async def admit(self, failed: FailedAttempts, prompt: PromptEstimate, request: Demand) -> Worker:
-        """Returns a decode worker that serves the model and has room. Raises ApiError if there is none in time."""
+    async def admit(self, failed: FailedAttempts, prompt: PromptEstimate, request: Demand) -> Place:
+        """Returns a place on a decode worker that serves the model, with room or with a turn. Raises ApiError if there
+        is none in time."""
+        number = next(self._numbers)
+        try:
+            return await self._admit(number, failed, prompt, request)
+        finally:
+            self._without_room.pop(number, None)
+
+    async def _admit(self, number: int, failed: FailedAttempts, prompt: PromptEstimate, request: Demand) -> Place:
         fleet, settings, model = self._fleet, self._settings, request.model
-        until_s: float | None = None
+        since_s: float | None = None
         while True:
             _forgive(failed)
             candidates: list[Worker] = []
@@ -63,25 +96,42 @@ class Admission:
                 if worker.longest_request < num_needed or worker.has_room(prompt.num_tokens)
             ]
             if roomy:
-                return fleet.choose_decode(roomy, prompt)
+                quiet = [worker for worker in roomy if not worker.has_turn]
+                return Place(fleet.choose_decode(quiet or roomy, prompt), has_room=True)
             now_s = time.monotonic()
             if not candidates:
-                back_by_s = max(fleet.last_lost_s(model), self._unsure_since_s(failed)) + settings.restart_wait_s
-                if now_s >= back_by_s or len(failed.of_decode) >= settings.max_attempts:
-                    if model is not None and await check_model(fleet, model):
-                        continue
-                    raise self._no_decode_worker(failed)
-                if self.num_waiting >= settings.max_waiting:
-                    raise self._no_decode_worker(failed, f"; {self.num_waiting} requests wait for one already")
-                await self._wait(back_by_s - now_s)
+                await self._wait_for_workers(failed, model, now_s)
                 continue
-            if until_s is None:
-                if self.num_waiting >= settings.max_waiting:
-                    raise _no_room(candidates, f"and {self.num_waiting} requests wait already")
-                until_s = now_s + settings.room_wait_s
-            if now_s >= until_s:
+            if since_s is None:
+                since_s = now_s
+            self._without_room[number] = candidates
+            turns = self._turns(number, candidates) if now_s >= since_s + settings.room_turn_s else []
+            if turns:
+                return Place(fleet.choose_decode(turns, prompt), has_room=False)
+            if now_s == since_s and self.num_waiting >= settings.max_waiting:
+                raise _no_room(candidates, f"and {self.num_waiting} requests wait already")
+            if now_s >= since_s + settings.room_wait_s:
                 raise _no_room(candidates, f"after {settings.room_wait_s:g} s")
-            await self._wait(until_s - now_s)
+            due_s = [since_s + one for one in (settings.room_turn_s, settings.room_wait_s) if since_s + one > now_s]
+            await self._wait(min(due_s) - now_s)
+
+    def _turns(self, number: int, candidates: list[Worker]) -> list[Worker]:
+        """Returns those of `candidates` at which this request may wait: no request waits there, and no older one here
+        could."""
+        older = {worker for one, others in self._without_room.items() if one < number for worker in others}
+        return [worker for worker in candidates if not worker.has_turn and worker not in older]
+
+    async def _wait_for_workers(self, failed: FailedAttempts, model: str | None, now_s: float) -> None:
+        """Waits for a decode worker to come back. Raises ApiError if it is too late for that."""
+        fleet, settings = self._fleet, self._settings
+        back_by_s = max(fleet.last_lost_s(model), self._unsure_since_s(failed)) + settings.restart_wait_s
+        if now_s >= back_by_s or len(failed.of_decode) >= settings.max_attempts:
+            if model is not None and await check_model(fleet, model):
+                return
+            raise self._no_decode_worker(failed)
+        if self.num_waiting >= settings.max_waiting:
+            raise self._no_decode_worker(failed, f"; {self.num_waiting} requests wait for one already")
+        await self._wait(back_by_s - now_s)
 
     def _long_enough(
         self, candidates: list[Worker], num_needed: int, prompt: PromptEstimate, model: str | None

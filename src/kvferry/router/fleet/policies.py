@@ -1,12 +1,14 @@
 """Policies that choose one of the workers that could serve a request. admission.py says which could, and calls them.
 
 round_robin     Each worker in turn.
-least_loaded    The worker with the fewest open requests: this router's, and others' as the worker reports them. Ties
-                are broken in turn.
+least_loaded    The worker with the fewest open requests: this router's, and others' as the worker reports them.
 power_of_two    The less loaded of two workers drawn at random. It is nearly as even, and several routers do not all
                 choose the same worker.
 prefix_aware    The worker with the least work: prompt tokens that are not in its cache, as it reports it, plus what
                 already waits there.
+
+A tie, in all but round_robin, goes to the worker that served the conversation's turn before, because its cache has that
+turn; else to each worker in turn.
 """
 
 import itertools
@@ -37,6 +39,10 @@ class PromptEstimate(Protocol):
         """Returns about how many of them are in the worker's cache."""
         ...
 
+    def served_before(self, worker: Worker) -> bool:
+        """True if the worker served the turn before of the same conversation."""
+        ...
+
 
 class Policy(Protocol):
     """Chooses workers of one role."""
@@ -58,10 +64,15 @@ class _RoundRobin:
         worker.last_pick = next(self._picks)
         return worker
 
+    @staticmethod
+    def _by(load: float, worker: Worker, prompt: PromptEstimate) -> tuple[float, bool, int]:
+        """Returns the key by which workers are compared: the load, and then what decides between equal loads."""
+        return load, not prompt.served_before(worker), worker.last_pick
+
 
 class _LeastLoaded(_RoundRobin):
     def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
-        return self._picked(min(candidates, key=lambda worker: (worker.load, worker.last_pick)))
+        return self._picked(min(candidates, key=lambda worker: self._by(worker.load, worker, prompt)))
 
 
 class _PowerOfTwo(_RoundRobin):
@@ -71,7 +82,7 @@ class _PowerOfTwo(_RoundRobin):
 
     def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
         two = self._draw(candidates, min(2, len(candidates)))
-        return self._picked(min(two, key=lambda worker: (worker.load, worker.last_pick)))
+        return self._picked(min(two, key=lambda worker: self._by(worker.load, worker, prompt)))
 
 
 class _PrefixAware(_RoundRobin):
@@ -87,9 +98,9 @@ class _PrefixAware(_RoundRobin):
     def choose(self, candidates: Sequence[Worker], prompt: PromptEstimate) -> Worker:
         self._mean_tokens += self._ALPHA * (prompt.num_tokens - self._mean_tokens)
 
-        def work(worker: Worker) -> tuple[float, int]:
+        def work(worker: Worker) -> tuple[float, bool, int]:
             uncached = prompt.num_tokens - prompt.num_cached(worker)
-            return uncached + worker.load * self._mean_tokens, worker.last_pick
+            return self._by(uncached + worker.load * self._mean_tokens, worker, prompt)
 
         return self._picked(min(candidates, key=work))
 

@@ -71,6 +71,13 @@ class BlockReservation:
     num_blocks: int
     began_s: float | None = None
     """When decode began to answer (monotonic): a report that was asked for later includes the blocks."""
+    ended: bool = False
+    """True once the dispatch has ended."""
+
+    @property
+    def open(self) -> bool:
+        """True while decode has not begun to answer."""
+        return self.began_s is None and not self.ended
 
 
 @dataclass(slots=True)
@@ -119,10 +126,13 @@ class Worker:
         self.num_open = 0
         self.num_failures = 0
         self.last_pick = 0
+        self.seen_tokens = 0
+        """The number of tokens, of prompts and answers, that this router has seen it serve."""
         self.gone = False
         """True once it was taken out of the fleet. Its open requests go on."""
         self._waits: set[Wait] = set()
         self._reservations: dict[int, BlockReservation] = {}
+        self._in_turn: BlockReservation | None = None
         self._serial = itertools.count()
 
     @property
@@ -238,6 +248,17 @@ class Worker:
         replaces the reservation."""
         return _Reserving(self._reservations, next(self._serial), BlockReservation(self.blocks_for(num_tokens)))
 
+    def waiting_there(self) -> "_Reserving":
+        """Returns a context for a request that waits in the worker for room: it reserves none, because smaller ones may
+        pass it."""
+        self._in_turn = BlockReservation(0)
+        return _Reserving(self._reservations, next(self._serial), self._in_turn)
+
+    @property
+    def has_turn(self) -> bool:
+        """True while a request that found no room waits in the worker: it has not begun to answer, or failed."""
+        return self._in_turn is not None and self._in_turn.open
+
     def reported(self, asked_s: float) -> None:
         """Notes that the worker has reported its room, as asked for at `asked_s` (monotonic)."""
         self.report = Report(asked_s, self.num_open)
@@ -332,3 +353,4 @@ class _Reserving:
 
     def __exit__(self, *_: object) -> None:
         self._reservations.pop(self._key, None)
+        self._reservation.ended = True

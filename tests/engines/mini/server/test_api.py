@@ -292,6 +292,19 @@ async def test_every_name_is_served_and_an_answer_has_the_name_that_was_asked_fo
     assert [card["id"] for card in description["models"]] == ["tiny", "org/alias"]
 
 
+@pytest.mark.parametrize(("sent", "taken"), [("1234567890", True), ("soon", False), ("-1", False), ("9" * 13, False)])
+async def test_created_is_the_routers_if_it_sends_one(url: str, sent: str, taken: bool) -> None:
+    async with aiohttp.ClientSession() as session:
+        response = await session.post(
+            f"{url}/v1/completions", json={"prompt": "Hello", "max_tokens": 3, "stream": True},
+            headers={"x-kvferry-created": sent},
+        )  # fmt: skip
+        text = await response.text()
+    created = {json.loads(line[6:])["created"] for line in text.splitlines() if line.startswith("data: {")}
+    assert len(created) == 1
+    assert (created == {1234567890}) is taken
+
+
 async def test_request_id_is_taken_and_echoed(url: str) -> None:
     async with aiohttp.ClientSession() as session:
         body = {"prompt": "Hello", "max_tokens": 1}

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from kvferry.engines.mini.server.draining import Draining, Drains
 from kvferry.engines.mini.server.engine_thread import EngineLike, EngineThread
-from kvferry.engines.mini.server.generate import Generation, Job
+from kvferry.engines.mini.server.generate import Generation, Job, created_of
 from kvferry.engines.mini.server.handoff_request import read_handoff
 from kvferry.engines.mini.server.metrics import WorkerMetrics, numbers_of
 from kvferry.engines.mini.server.prompts import Prompt, TokenizerLike
@@ -244,6 +244,7 @@ class WorkerServer:
             on_failure=body.kv_on_failure,
             reason=request.headers.get("x-kvferry-why", ""),
             first_token_sent=request.headers.get("x-kvferry-first-token") == "sent",
+            created=created_of(request.headers),
         )
 
     def _check(self, body: CommonBody, prompts: tuple[Prompt, ...], max_tokens: int) -> None:

@@ -7,8 +7,9 @@ first token that prefill sampled; the others sample their own.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 
 from kvferry.engines.mini.api import Failure, FinishReason, GenerateRequest, Output, SamplingParams
 from kvferry.engines.mini.server.engine_thread import EngineThread
@@ -17,9 +18,10 @@ from kvferry.errors import FerryError
 from kvferry.ids import RequestId
 from kvferry.settings import FailurePolicy
 from kvferry.web.api_errors import ApiError
+from kvferry.web.records import CREATED
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["Generation", "Job"]
+__all__ = ["Generation", "Job", "created_of"]
 
 _AT_ONCE = 8
 """After this many outputs that were already waiting, the event loop serves others."""
@@ -47,6 +49,8 @@ class Job:
     on_failure: FailurePolicy | None = None
     reason: str = ""
     """Why the router sent this prompt without a hand-off."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """When the answer was created, in seconds since 1970."""
     first_token_sent: bool = False
     """Whether the router has sent the hand-off's first token to the client."""
 
@@ -59,6 +63,12 @@ class Job:
     def num_prompt_tokens(self) -> int:
         """The number of prompt tokens; each prompt counts once, as OpenAI counts."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+
+def created_of(headers: Mapping[str, str]) -> int:
+    """Returns the time that a router sent for `created`, else now."""
+    text = headers.get(CREATED, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else int(time.time())
 
 
 class Generation:

@@ -1,6 +1,5 @@
 """Answers in the form of the OpenAI API: complete bodies and stream chunks, for completions and chat."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +62,6 @@ class Reply(ABC):
         self._job = job
         self._names = names
         self._engine_id = engine_id
-        self._created = int(time.time())
         asked = job.num_top_logprobs is not None
         self.choices = [Choice(logprobs=ChoiceLogprobs(names) if asked else None) for _ in range(job.num_choices)]
         self.began_s: float | None = None
@@ -160,7 +158,7 @@ class Reply(ABC):
         return {
             "id": f"{self.id_prefix}{self._job.request_id}",
             "object": kind,
-            "created": self._created,
+            "created": self._job.created,
             "model": self._job.model,
         }
 
