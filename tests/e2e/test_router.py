@@ -90,10 +90,22 @@ def test_a_stream_begins_with_prefills_token_and_has_the_same_text(fleet: Fleet)
         assert stream.answer.whole, stream.answer
         assert (stream.answer.text, stream.answer.token_ids) == (right.text, right.token_ids)
         assert len([event for event in events if event["choices"]]) == 8
-        assert len({event["id"] for event in events}) == 1
+        assert len({(event["id"], event["created"], event["model"]) for event in events}) == 1
         seen += stream.answer.headers.get("x-kvferry-first-token") == "prefill"
     assert whole.whole
     assert seen > 0, "prefill's token stood by itself in none of ten streams"
+
+
+def test_a_later_turn_that_decode_has_in_its_cache_is_not_handed_over(fleet: Fleet) -> None:
+    """Decode has the first turn's prompt of 300 tokens, and the 100 of its own answer."""
+    router = fleet.route("--local-below", "64", name="local-below", prefill=[fleet.workers["p"]],
+                         decode=[fleet.workers["d"]])  # fmt: skip
+    prompt = a_prompt(300, 9)
+    first = complete(router.url, prompt, max_tokens=100, ignore_eos=True)
+    assert first.headers["x-kvferry-route"] == fleet.mode, first
+    second = complete(router.url, [*prompt, *first.token_ids, *a_prompt(18, 4)], max_tokens=4, ignore_eos=True)
+    assert second.headers["x-kvferry-route"] == "local", second
+    assert second.kvferry["cached"] >= 384
 
 
 def test_the_router_learns_what_is_cached(fleet: Fleet) -> None:

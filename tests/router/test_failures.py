@@ -394,3 +394,20 @@ def test_invalid_addresses_and_settings_are_refused() -> None:
         RouterSettings(hung_after_s=-1)
     assert RouterSettings(hung_after_s=0).hung_after_s == 0
     assert FAST.health_every_s < 1
+
+
+async def test_a_message_names_each_worker_once() -> None:
+    """Not "d0 is down: d0 cannot connect", and not "d0 is left alone: ... the last: d0 answered 500"."""
+    bad, d = a_prefill("p0", refusing(500)), a_decode()
+    settings = RouterSettings(health_every_s=0.05, restart_wait_s=0, breaker_failures=1, breaker_open_s=60.0)
+    async with fleet(bad, d, settings=settings) as (url, router):
+        why = [(await post(url, BODY))[0].headers["x-kvferry-why"] for _ in range(2)]
+        assert "is left alone: 1 failures in a row" in why[1]
+        assert [text.count(bad.url) for text in why] == [1, 1]
+        await d.stop()
+        await until_async(lambda: router.fleet.decode[0].down is not None)
+        response, raw = await post(url, BODY)
+        assert response.status == 503
+        message = json.loads(raw)["error"]["message"]
+        assert f"d0 ({d.url}) is down: cannot connect" in message
+        assert message.count(d.url) == message.count("d0") == 1

@@ -234,7 +234,7 @@ async def test_usage_has_the_workers_own_counts() -> None:
         _, raw = await post(url, BODY, headers=USAGE)
     account = json.loads(raw)["usage"]["kvferry"]
     assert account["route"] == "alone"
-    assert account["why"] == "prefill no prefill worker is configured"
+    assert account["why"] == "no prefill worker is configured"
 
 
 @pytest.mark.parametrize("raw", [b"no json", b"[]", b'{"usage": null}'])

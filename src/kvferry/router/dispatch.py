@@ -160,6 +160,8 @@ class Dispatch:
     def _decode_only(self, decode: Worker) -> PrefillOutcome:
         """Returns the reason why no worker can prefill for `decode`."""
         failures = [str(failure) for failure in self._failed.failures if failure.worker.assigned_role == "prefill"]
+        if not failures and not self._fleet.prefill:
+            return PrefillOutcome(reason="no prefill worker is configured")
         reasons = "; ".join(failures) if failures else self._fleet.no_prefill_reason(decode, self._body.model)
         return PrefillOutcome(reason="prefill " + reasons)
 

@@ -100,6 +100,7 @@ class Admission:
                 return Place(fleet.choose_decode(quiet or roomy, prompt), has_room=True)
             now_s = time.monotonic()
             if not candidates:
+                self._without_room.pop(number, None)
                 await self._wait_for_workers(failed, model, now_s)
                 continue
             if since_s is None:

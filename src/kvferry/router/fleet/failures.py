@@ -53,6 +53,7 @@ class FailedAttempts:
         """Notes a failure and lets the breaker count it that is to. `pair` is the pair of the hand-off, if there was
         one. Returns True if this has opened the worker's breaker."""
         worker, counts = failure.worker, failure.consequence.counts
+        failure.__traceback__ = None  # its frames hold the request's body
         self.failures.append(failure)
         if worker.assigned_role is Role.DECODE:
             self.decode[worker] = now_s
@@ -60,9 +61,9 @@ class FailedAttempts:
             self.prefill.add(worker)
         worker.num_failures += 1
         if counts is Counts.WORKER:
-            return worker.breaker.failed(now_s, str(failure))
+            return worker.breaker.failed(now_s, failure.reason)
         if counts is Counts.IF_SERVED:
-            self._uncounted.append((worker, str(failure)))
+            self._uncounted.append((worker, failure.reason))
         elif counts is Counts.PAIR and pair is not None:
             pair.fail(now_s, str(failure))
         return False

@@ -381,8 +381,9 @@ class Fleet:
         reason = prefill.unavailable_reason()
         if reason is None and not prefill.serves(model):
             reason = f"{prefill.name} does not serve the model {model!r}"
-        if reason is None and (mismatch := self.pair_reason(prefill, decode)) is not None:
+        if reason is None and (mismatch := self.mismatch_reason(prefill, decode)) is not None:
             reason = f"{prefill.name} does not fit {decode.name}: {mismatch}"
+        reason = reason or self.pairs.breaker_reason(prefill, decode)
         return reason or f"{prefill.name} takes at most {prefill.longest_request:g} tokens"
 
 
