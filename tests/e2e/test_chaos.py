@@ -176,14 +176,17 @@ def strike(worker: Process, how: str, dice: random.Random) -> str:
 
 @pytest.fixture(params=["pull", "push"])
 def fleet(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> Iterator[Fleet]:
-    """Yields p, d and a router with short limits on health checks."""
-    with Fleet(tmp_path, *FLAGS, model=str(tiny), mode=request.param) as fleet:
+    """Yields p, d and a router with short limits on health checks. In push no event loop may be held for long."""
+    monitored = request.param == "push"  # pull keeps the loop that workers have
+    with Fleet(tmp_path, *FLAGS, model=str(tiny), mode=request.param, monitored=monitored) as fleet:
         fleet.worker("p", role="prefill")
         fleet.worker("d", role="decode")
         for worker in fleet.workers.values():
             worker.wait_ready()
         fleet.route(*ROUTE_FLAGS, prefill=[fleet.workers["p"]], decode=[fleet.workers["d"]])
         yield fleet
+    if monitored:
+        logger.warning("longest holds of event loops: %s", fleet.longest_holds())
 
 
 def _goes_on(load: Load, before: int) -> bool:

@@ -5,8 +5,11 @@ address; old and new serve side by side, every pair with a version that both spe
 
 Kills: a prefill and a decode worker are killed and restarted in turn while a tenth of the clients hang up: no wrong
 text, no hang, no leak, every failure explained (R28, R29). `make load` does this for longer, under aiperf.
+
+No event loop of a worker or the router may be held for long meanwhile.
 """
 
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -30,6 +33,8 @@ FLAGS = (
     "--quarantine", "0.5", "--transfer-deadline", "10", "--protocol-max", str(PROTOCOL_MAX - 1), "--no-prefix-caching",
 )  # fmt: skip
 
+logger = logging.getLogger(__name__)
+
 pytestmark = [pytest.mark.process, pytest.mark.engine, pytest.mark.timeout(400)]
 
 
@@ -43,12 +48,14 @@ def wait_more(count: Callable[[], int], more: int, what: str) -> None:
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Yields all four workers and the router. The workers start as the older release."""
     model = make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
-    with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(model), mode=str(request.param)) as fleet:
+    with Fleet(tmp_path_factory.mktemp("fleet"), *FLAGS, model=str(model), mode=str(request.param),
+               monitored=True) as fleet:  # fmt: skip
         workers = [fleet.worker(name, role="prefill" if name[0] == "p" else "decode") for name in NAMES]
         for process in workers:
             process.wait_ready()
         fleet.route("--health-timeout", "1", "--hung-after", "2", prefill=workers[:2], decode=workers[2:])
         yield fleet
+    logger.warning("longest holds of event loops: %s", fleet.longest_holds())
 
 
 @pytest.fixture(scope="module")

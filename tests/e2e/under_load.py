@@ -52,6 +52,11 @@ def main() -> int:
     parser.add_argument("--mode", choices=("pull", "push"), default="pull")
     parser.add_argument("--model", help="smollm2, or a directory (default: a small one with random weights)")
     parser.add_argument("--concurrency", type=int, default=8, help="of aiperf (default: 8)")
+    parser.add_argument(
+        "--monitor",
+        action="store_true",
+        help="report what held the event loops of workers and router longest; they are then asyncio's",
+    )
     parser.add_argument("--json", action="store_true", help="one object")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvferry-load-") as scratch:
@@ -62,7 +67,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     model = args.model or str(make_tiny_model(scratch / "tiny"))
-    with Fleet(scratch / "fleet", *FLAGS, model=model, mode=args.mode) as fleet:
+    with Fleet(scratch / "fleet", *FLAGS, model=model, mode=args.mode, monitored=args.monitor) as fleet:
         workers = [fleet.worker(name, role="prefill" if name[0] == "p" else "decode") for name in NAMES]
         for process in workers:
             process.wait_ready()
@@ -80,11 +85,12 @@ def _run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         fleet.wait_blocks_free(60.0)
         counted = metrics(router.url)
         view = get(router.url, "/v1/kvferry")
-        return {
+        result = {
             "mode": args.mode, "model": args.model or "tiny", "seconds": args.seconds, "kills": kills,
             **_summary(tally), "router": _router_figures(counted), "aiperf": figures,
             "pairs": {f"{one['prefill']} {one['decode']}": [one["landed"], one["failed"]] for one in view["pairs"]},
         }  # fmt: skip
+    return {**result, "longest_holds": fleet.longest_holds()} if args.monitor else result
 
 
 def _records(scratch: Path) -> int:

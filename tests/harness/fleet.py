@@ -131,11 +131,18 @@ class Process:
         """Returns whether its log contains this text."""
         return text in self.log.read_text("utf-8", "replace")
 
+    def longest_holds(self) -> list[Held]:
+        """Returns what held the event loop of a monitored process longest, longest first.
+
+        A process that was killed has not recorded it: then it is that of the incarnation before it, if any.
+        """
+        if self._loop_file is None or not self._loop_file.exists():
+            return []
+        return [Held(seconds, what) for seconds, what in json.loads(self._loop_file.read_bytes())]
+
     def check_loop(self) -> None:
         """Fails if a callback held the event loop of a monitored process, which has ended, for too long."""
-        if self._loop_file is not None and self._loop_file.exists():
-            held = [Held(seconds, what) for seconds, what in json.loads(self._loop_file.read_bytes())]
-            check_held(held, f"of {self.name}")
+        check_held(self.longest_holds(), f"of {self.name}")
 
     # ---- what it holds
 
@@ -249,6 +256,10 @@ class Fleet:
             until(lambda: not busy(), "every block is free", within_s=within_s)
         except AssertionError:
             raise AssertionError(f"after {within_s:g} s not every block is free: {busy()}\n{self.tails()}") from None
+
+    def longest_holds(self) -> dict[str, list[str]]:
+        """Returns what held the event loops of monitored processes that have ended longest, three of each."""
+        return {process.name: [str(held) for held in process.longest_holds()[:3]] for process in self.processes}
 
     def tails(self) -> str:
         """Returns the last lines of all logs."""
