@@ -3,7 +3,7 @@
 import pytest
 
 from kvferry.settings import TransferMode
-from kvferry.wire.handoff_messages import Claim, Message, Ready
+from kvferry.wire.handoff_messages import Claim, Message, Ready, RenewAck
 from tests.harness.handoff_pair import DEADLINE_S, Pair
 
 PULL = TransferMode.PULL
@@ -69,6 +69,20 @@ def test_a_known_transfer_is_not_doubted_when_its_grant_is_lost() -> None:
     pair.deliver(only=only)
     pair.step(1.5, only=only)
     assert lost
+    pair.finish_all()
+    assert pair.decode[0].report.landed
+
+
+def test_a_prefill_that_stood_still_answers_before_it_takes_its_orders() -> None:
+    """A driver takes in messages before orders, so one sign of life may leave before the grant."""
+    pair = Pair(PULL)
+    pair.want("t", answered=True)
+    pair.step(1.5, deliver=False)
+    waiting, pair.wires = pair.wires, []
+    for sender, _, message in waiting:
+        pair.prefill[0].core.message(sender, message, pair.now_s)
+    pair.offer("t")
+    assert [type(message) for _, _, message in pair.wires][:2] == [RenewAck, Ready]
     pair.finish_all()
     assert pair.decode[0].report.landed
 

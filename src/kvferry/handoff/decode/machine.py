@@ -448,7 +448,12 @@ class DecodeMachine:
     def _check_known(self, receive: Receive, source: Source, sent_s: float, now_s: float) -> None:
         """Fails a receive whose prefill lives, has had our claims, and has granted nothing although it has answered."""
         waits = receive.state is ReceiveState.OPEN and source.state is SourceState.WAITING
-        if waits and source.doubted and sent_s >= self._doubt_s(receive):
+        if not (waits and source.doubted and sent_s >= self._doubt_s(receive)):
+            return
+        if now_s < source.first_sign_s:
+            source.first_sign_s = now_s
+            self._heartbeats.renew_now(source.peer, receive.fetch.transfer, now_s)
+        elif sent_s >= source.first_sign_s:
             self._wind_down.fail(
                 receive, "prefill does not know it: it has ended there, or was another engine's", now_s
             )

@@ -33,6 +33,9 @@ class Source:
     state: SourceState = SourceState.WAITING
     doubted: bool = False
     """Pull: it has answered its own request and not our claim, and was asked whether it lives."""
+    first_sign_s: float = _NEVER
+    """Pull: when it first said that it lives. A driver takes in messages before orders, so what it was ordered to grant
+    may follow that sign, and precedes the next one."""
     acked_s: float = -_NEVER
     """Pull: when the last renewal that prefill acknowledged was sent."""
     lease_s: float = -_NEVER
