@@ -25,6 +25,7 @@ from kvferry.transport.staging.packer import (
 )
 from kvferry.transport.staging.staging_pool import Lease, StagingPool
 from tests.harness.caches import NUM_TOKENS, PAIRS, Buffers, buffers, edge, moved_directly, table
+from tests.harness.devices import DEVICE
 from tests.harness.hypothesis_profile import examples
 
 
@@ -117,8 +118,8 @@ def test_a_plan_that_leaves_its_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("ids", [[0], [2, 1, 0], [0, 1, 2, 3, 9, 7], [5, 5 + 3, 5 + 6, 0, 1], list(range(40))[::-1]])
 @pytest.mark.parametrize("offset", [16, 12, 6, 3])
+@pytest.mark.device
 def test_torch_and_numpy_copy_the_same(ids: list[int], offset: int) -> None:
-    # A device uses torch; here it runs on the CPU, so that it is tested without a device.
     noise = np.random.default_rng(1)
     box = PackBox(0, offset, np.array(ids), 48, ((2, 20, 12), (3, 4, 4)), 4, offset, 24)
     old_cache = np.frombuffer(noise.bytes(48 * 50), np.uint8)
@@ -126,11 +127,11 @@ def test_torch_and_numpy_copy_the_same(ids: list[int], offset: int) -> None:
     for into_staging in (True, False):
         results = []
         ways: list[tuple[Callable[..., None], Callable[[Any], Any]]]
-        ways = [(copy_with_numpy, lambda array: array), (copy_with_torch, torch.from_numpy)]
+        ways = [(copy_with_numpy, np.copy), (copy_with_torch, lambda array: torch.from_numpy(array.copy()).to(DEVICE))]
         for copy, as_given in ways:
-            cache, staging = old_cache.copy(), old_staging.copy()
-            copy(box, as_given(cache), as_given(staging), into_staging=into_staging)
-            results.append((cache.tobytes(), staging.tobytes()))
+            cache, staging = as_given(old_cache), as_given(old_staging)
+            copy(box, cache, staging, into_staging=into_staging)
+            results.append(tuple(np.asarray(torch.as_tensor(one).cpu()).tobytes() for one in (cache, staging)))
         assert results[0] == results[1]
         assert results[0] != (old_cache.tobytes(), old_staging.tobytes())
 
