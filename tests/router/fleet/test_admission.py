@@ -112,6 +112,12 @@ class Door:
         self.fleet.notify()
 
 
+async def ended(task: asyncio.Task[Place]) -> Place:
+    """Returns the task's result; fails if it does not end."""
+    await until_async(task.done)
+    return task.result()
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
     return MovedClock(monkeypatch)
@@ -123,7 +129,7 @@ async def test_small_prompts_pass_a_large_one_until_it_has_its_turn(clock: Moved
         for _ in range(20):
             assert (await door.admit(SMALL)).has_room
         door.after(TURN_S)
-        place = await large
+        place = await ended(large)
     assert (place.worker, place.has_room) == (door.fleet.decode[0], False)
 
 
@@ -170,7 +176,7 @@ async def test_room_that_comes_before_its_turn_goes_to_the_request_that_waits(cl
     async with door.waiting(LARGE) as [large]:
         door.report(door.fleet.decode[0], 94)
         door.fleet.notify()
-        assert (await large).has_room
+        assert (await ended(large)).has_room
 
 
 async def test_a_request_without_a_turn_gets_503_after_its_wait(clock: MovedClock) -> None:
@@ -181,7 +187,7 @@ async def test_a_request_without_a_turn_gets_503_after_its_wait(clock: MovedCloc
         async with door.waiting(LARGE) as [second]:
             door.after(WAIT_S)
             with pytest.raises(ApiError, match="after 5000 s") as failed:
-                await second
+                await ended(second)
     assert (failed.value.status, failed.value.code) == (503, "overloaded")
 
 
@@ -191,4 +197,4 @@ async def test_a_client_that_hangs_up_gives_its_turn_to_the_next(clock: MovedClo
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         door.after(TURN_S)
-        assert not (await second).has_room
+        assert not (await ended(second)).has_room
