@@ -1,6 +1,7 @@
 """The protocol in simulated worlds: no invariant breaks, each mutant is found, and a seed determines everything."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,34 @@ def test_most_handoffs_land_and_a_seed_determines_everything() -> None:
     again.run()
     assert (first.num_events, first.num_landed) == (again.num_events, again.num_landed)
     assert first.num_landed > first.num_handoffs / 3
+
+
+_PRINT_TRACES = """
+import sys
+from kvferry.testing.simulator.run import prepare_of
+from kvferry.testing.simulator.scenario import make_scenario
+from kvferry.testing.simulator.shrink import trace_of
+
+for seed in sys.argv[1:]:
+    print(*trace_of(make_scenario(int(seed)), prepare_of(None)), sep="\\n")
+"""
+
+
+@pytest.mark.process
+def test_a_trace_does_not_depend_on_the_hash_seed_of_python() -> None:
+    """In these worlds several transfers are released in one report, whose order is that of a set."""
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", _PRINT_TRACES, "15", "17", "19", "26", "32"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        ).stdout
+        for hash_seed in ("0", "1", "2")
+    ]
+    assert "released" in traces[0]
+    assert traces[0] == traces[1] == traces[2]
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ class PrefillEngine(SimEngine):
         """Handles a report of one rank: frees blocks that every rank has released."""
         if report.landed or report.failed:
             raise Violation("I4", f"{rank.name} reports landed or failed on prefill")
-        for transfer in report.released:
+        for transfer in sorted(report.released):  # in the same order with every PYTHONHASHSEED
             source = self.jobs.get(transfer)
             if source is None or rank.index in source.released:
                 raise Violation("I4", f"{rank.name} released {transfer} twice, or without having it")
@@ -328,7 +328,7 @@ class DecodeEngine(SimEngine):
             self._landed(rank, landed)
         for failed in report.failed:
             self._failed(rank, failed)
-        for transfer in report.released:
+        for transfer in sorted(report.released):  # in the same order with every PYTHONHASHSEED
             self._released(rank, transfer)
 
     def _of(self, rank: SimRank, transfer: TransferId) -> _Target:
