@@ -276,11 +276,13 @@ def test_a_hundred_restarts_leave_nothing(world: World) -> None:
     restarts(range(5, 105))
     # Some locks of ended threads come and go; a peer that is kept has a dozen containers, and its layouts have forty.
     assert num_objects() - before < 800
-    lost = [engine for engine, _, _ in p.lost]
+    lost = [str(incarnation) for _, incarnation, _ in p.lost]
+    assert len(set(lost)) == len(lost), "each is lost once"
     if same_id:
-        assert len(lost) == 2, "the others were replaced"
+        # The others were replaced; on a busy machine one may be found silent before its successor is met.
+        assert {"d-4", "d-104"} <= set(lost)
     else:
-        assert sorted(lost) == sorted(f"d{number}" for number in range(105))
+        assert sorted(lost) == sorted(f"d{number}-{number}" for number in range(105))
     assert all(f"it gave no sign of life for {GONE_S:g} s" in reason for _, _, reason in p.lost)
 
 
