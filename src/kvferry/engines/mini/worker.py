@@ -192,8 +192,8 @@ class Worker:
 
     def _cache_mark(self) -> dict[str, int]:
         """Return a version that changes whenever `cached_blocks` does, and the number of blocks."""
-        hashes = self.cached_blocks()
-        return {"version": hash(frozenset(hashes)) & 0x7FFFFFFFFFFFFFFF, "blocks": len(hashes)}
+        version, num_blocks = self.engine.blocks.mark(self.engine.scheduler.groups.routing_group)
+        return {"version": version, "blocks": num_blocks}
 
     def cached_blocks(self) -> list[BlockHash]:
         """Return the hashes of the blocks in the prefix cache. On the engine's thread."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import NoReturn
 
 import pytest
 from hypothesis import settings
@@ -205,3 +206,35 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     table = manager.allocate(1)
     manager.remember(table[0], BlockHash(b"k"))
     assert manager.find([BlockHash(b"k")]) == []
+
+
+class Unwalked(dict[tuple[int, BlockHash], int]):
+    """The map of known hashes; it must not be walked."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("all known hashes were walked")
+
+
+def test_the_mark_of_the_prefix_cache_changes_with_it_and_walks_no_hash() -> None:
+    """Routers ask for it every second on the engine's thread, and a cache may know a million blocks."""
+    manager = BlockManager(40)
+    hashes: list[BlockHash] = []
+    chain_hashes(hashes, range(30), 1)
+    blocks = manager.allocate(30)
+    manager._by_hash = Unwalked()
+    marks = [manager.mark()]
+    for block, key in zip(blocks, hashes, strict=True):
+        manager.remember(block, key)
+        marks.append(manager.mark())
+    assert [num for _, num in marks] == list(range(31))
+    manager.remember(blocks[0], hashes[0], 1)
+    assert manager.mark(1) == (0, 0), "a block has one content"
+    assert len({version for version, _ in marks}) == 31
+    manager.free(blocks)
+    for key in reversed(hashes):
+        assert manager.mark() == marks.pop(), "the same hashes have the same mark"
+        manager.forget(key, 0)
+    assert manager.mark() == marks.pop() == (0, 0)
+    assert all(0 <= version < 1 << 63 for version, _ in marks)
+    manager._by_hash = {}
+    manager.check([])

@@ -72,6 +72,9 @@ class BlockManager:
         """Maps (cache group, hash) to the block with that content."""
         self._hash_of: dict[int, tuple[int, BlockHash]] = {}
         self._held: dict[TransferId, list[int]] = {}
+        self._marks: dict[int, int] = {}
+        """Per cache group, the exclusive or of a part of each known hash."""
+        self._num_known: Counter[int] = Counter()
 
     @property
     def num_usable(self) -> int:
@@ -110,6 +113,16 @@ class BlockManager:
     def known_hashes(self, group: int = 0) -> list[BlockHash]:
         """Returns the hash of every block whose content may be used again, for routers that choose by prefix."""
         return [key for one, key in self._by_hash if one == group]
+
+    def mark(self, group: int = 0) -> tuple[int, int]:
+        """Returns a number that changes whenever `known_hashes` does, and how many hashes there are. Both are kept up
+        to date with each change: a cache may know a million blocks."""
+        return self._marks.get(group, 0), self._num_known[group]
+
+    def _change_mark(self, known: tuple[int, BlockHash], by: int) -> None:
+        group, key = known
+        self._marks[group] = self._marks.get(group, 0) ^ (int.from_bytes(key[:8], "little") >> 1)
+        self._num_known[group] += by
 
     def fits(self, known: Sequence[int], num_fresh: int) -> bool:
         """Returns whether `take(known)` followed by `allocate(num_fresh)` will succeed."""
@@ -168,6 +181,7 @@ class BlockManager:
         if self._prefix_caching and (group, key) not in self._by_hash and block not in self._hash_of:
             self._by_hash[group, key] = block
             self._hash_of[block] = (group, key)
+            self._change_mark((group, key), 1)
 
     def forget(self, key: BlockHash, group: int) -> None:
         """Evicts the block with this content from the prefix cache, unless it is referenced."""
@@ -181,6 +195,8 @@ class BlockManager:
             self._forget(block)
         self._by_hash.clear()
         self._hash_of.clear()
+        self._marks.clear()
+        self._num_known.clear()
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drops one reference to each block, last blocks first: a cached chain is then evicted from its end."""
@@ -208,7 +224,9 @@ class BlockManager:
 
     def _forget(self, block: int) -> None:
         del self._cached[block]
-        del self._by_hash[self._hash_of.pop(block)]
+        known = self._hash_of.pop(block)
+        del self._by_hash[known]
+        self._change_mark(known, -1)
         self._clean[block] = True
         self._num_clean += 1
 
@@ -230,3 +248,4 @@ class BlockManager:
         assert all(self._by_hash[key] == block for block, key in self._hash_of.items()), "hash maps disagree"
         assert len(self._by_hash) == len(self._hash_of), "hash maps disagree in length"
         assert all(block in self._hash_of for block in self._cached), "a cached block without a hash"
+        assert +self._num_known == Counter(group for group, _ in self._by_hash), "known hashes are miscounted"
