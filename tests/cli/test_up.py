@@ -27,9 +27,10 @@ PROMPT = "a ferry carries people across a river, and the other bank has a bakery
 class Fleet:
     """A running `kvferry up`."""
 
-    def __init__(self, start: Start, model: Path, tmp_path: Path, *argv: str) -> None:
+    def __init__(self, start: Start, model: Path, tmp_path: Path, *argv: str, **env: str) -> None:
         self.ready_file = tmp_path / "ready.json"
-        self.process = start("up", str(model), "--port", "0", "--ready-file", str(self.ready_file), *WORKER, *argv)
+        ready = ("--ready-file", str(self.ready_file))
+        self.process = start("up", str(model), "--port", "0", *ready, *WORKER, *argv, **env)
         until(lambda: self.ready_file.exists() or self.process.poll() is not None, within_s=120)
         assert self.process.poll() is None, self.process.communicate()
         self.url = str(json.loads(self.ready_file.read_text())["url"])
@@ -211,6 +212,61 @@ def test_what_no_worker_can_start_with_is_reported_once(
     err = capsys.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+_END_ENGINE = """
+import os, sys
+from pathlib import Path
+
+if "--engine-id" in sys.argv:
+    from kvferry.engines.mini.server.engine_thread import EngineThread
+
+    begin = EngineThread.__init__
+    order = Path(os.environ["END_ENGINE_IN"]) / sys.argv[sys.argv.index("--engine-id") + 1]
+
+    def beginning(self, engine, **more):
+        step = engine.step
+
+        def stepping():
+            if order.exists():
+                order.unlink()
+                raise RuntimeError("injected: the engine is broken")
+            return step()
+
+        engine.step = stepping
+        begin(self, engine, **more)
+
+    EngineThread.__init__ = beginning
+"""
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+async def test_restart_replaces_a_worker_whose_engine_has_ended(
+    name: str, start: Start, tiny: Path, tmp_path: Path
+) -> None:
+    """The process lives on when its engine ends, so it ends itself (exit status 1), and is started again."""
+    orders, injected = tmp_path / "orders", tmp_path / "injected"
+    for directory in (orders, injected):
+        directory.mkdir()
+    (injected / "sitecustomize.py").write_text(_END_ENGINE)
+    path = os.pathsep.join([str(injected), *filter(None, [os.environ.get("PYTHONPATH")])])
+    fleet = Fleet(start, tiny, tmp_path, "--restart", PYTHONPATH=path, END_ENGINE_IN=str(orders))
+    assert (await fleet.complete()).kvferry["handed_over"] > 0
+    ended = fleet.pids()[name]
+    (orders / name).touch()
+    numbers = itertools.count(1)  # every prompt is new, so nothing comes from a cache
+
+    async def handed_over() -> bool:
+        try:
+            answer = await fleet.complete(prompt=f"{next(numbers)} {PROMPT}")
+        except openai.APIError:
+            return False  # the request in which the engine ended, or no decode worker is there yet
+        return bool(answer.kvferry["handed_over"] > 0) and fleet.pids().get(name) not in (None, ended)
+
+    await until_async(handed_over, "the worker that was started again serves", within_s=120.0, every_s=0.2)
+    assert not (orders / name).exists(), "the engine has ended"
+    err = fleet.end(signal.SIGTERM, ExitCode.OK)
+    assert f"{name} (pid {ended}) ended with exit status 1" in err
 
 
 def test_up_names_the_worker_that_cannot_start(start: Start, tmp_path: Path) -> None:
