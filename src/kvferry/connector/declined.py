@@ -5,6 +5,7 @@ prefill engine would keep its blocks for the whole lease. The peer may have to b
 until the handshake has ended.
 """
 
+import logging
 from dataclasses import dataclass
 
 from kvferry.connector.peers import PeerBoard, PeerStatus
@@ -13,6 +14,8 @@ from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["DeclinedHandoffs", "missing_fields"]
+
+logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1024
 """The most that wait for a handshake; the oldest one is left to its lease if there are more."""
@@ -53,7 +56,12 @@ class DeclinedHandoffs:
             params = declined.params
             engine = EngineId(str(params.remote_engine_id))
             incarnation = Incarnation(params.remote_incarnation) if params.remote_incarnation else None
-            view = self._peers.view(engine, incarnation, str(params.remote_host), int(params.remote_port or 0))
+            try:
+                view = self._peers.view(engine, incarnation, str(params.remote_host), int(params.remote_port or 0))
+            except Exception:
+                logger.exception("a peer cannot be asked peer=%s transfer=%s", engine, transfer)
+                del self._waiting[transfer]  # it is left to its lease, too
+                continue
             if view.status is PeerStatus.ASKING:
                 continue
             del self._waiting[transfer]

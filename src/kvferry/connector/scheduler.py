@@ -14,25 +14,10 @@ from typing import ClassVar
 
 from kvferry.connector.base import EngineIdentity, Match, Outcome, RequestView
 from kvferry.connector.declined import DeclinedHandoffs, missing_fields
-from kvferry.connector.entries import (
-    DecodeHandoff,
-    OrdersBuilder,
-    OutcomeBuilder,
-    PrefillHandoff,
-    is_for,
-    joined,
-)
+from kvferry.connector.entries import DecodeHandoff, OrdersBuilder, OutcomeBuilder, PrefillHandoff, is_for, joined
 from kvferry.connector.peers import PeerBoard, PeerStatus
 from kvferry.handoff.binding import too_old
-from kvferry.handoff.orders import (
-    Cancel,
-    Fetch,
-    KeepAlive,
-    Offer,
-    StepOrders,
-    StepReport,
-    Withdraw,
-)
+from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Offer, StepOrders, StepReport, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FailurePolicy, FerrySettings, OlderPeers, TransferMode
@@ -212,7 +197,6 @@ class HandoffScheduler:
         if entry is None or entry.started:
             return
         assert entry.incarnation is not None, "match() was answered with tokens before blocks were allocated"
-        entry.started = True
         wanted = TokenRange(min(num_cached_tokens, entry.num_tokens), entry.num_tokens)
         entry.outcome_reported = not len(wanted)  # all is cached: only the peer needs to know
         self._next.fetch.append(
@@ -230,6 +214,7 @@ class HandoffScheduler:
                 answered=entry.answered,
             )
         )
+        entry.started = True
 
     # Prefill
 
@@ -391,8 +376,12 @@ class HandoffScheduler:
     def build_orders(self) -> StepOrders:
         """Return all orders since the last step."""
         for request, (entry, params) in list(self._meeting.items()):
-            if entry.started or self._find_peer(entry, params)[0] is not PeerStatus.ASKING:
-                self._meeting.pop(request, None)
+            try:
+                if entry.started or self._find_peer(entry, params)[0] is not PeerStatus.ASKING:
+                    self._meeting.pop(request, None)
+            except Exception as error:
+                logger.exception("a peer cannot be asked peer=%s request=%s", entry.engine, request)
+                self._give_up(entry, f"its prefill engine cannot be asked: {type(error).__name__}: {error}")
         self._next.cancel += self._declined.take_cancels()
         built, self._next = self._next, OrdersBuilder()
         return built.orders()
@@ -404,11 +393,11 @@ class HandoffScheduler:
             for landed in report.landed:
                 if (entry := self._decode_entry(landed.transfer)) is not None:
                     entry.landed.append(landed)
-                    self._advance(entry, outcome)
+                    self._try_to_advance(entry, outcome)
             for failed in report.failed:
                 if (entry := self._decode_entry(failed.transfer)) is not None:
                     entry.failed.append(failed)
-                    self._advance(entry, outcome)
+                    self._try_to_advance(entry, outcome)
             for transfer in report.released:
                 self._released(transfer, outcome)
         return outcome.outcome()
@@ -424,24 +413,40 @@ class HandoffScheduler:
             return
         entry.released_by += 1
         if isinstance(entry, DecodeHandoff):
-            self._advance(entry, outcome)
+            self._try_to_advance(entry, outcome)
         elif entry.released_by == self._identity.num_ranks:
             del self._by_transfer[transfer]
             if self._prefilling.get(entry.request) is entry:
                 del self._prefilling[entry.request]
             outcome.released.append(transfer)
 
+    def _try_to_advance(self, entry: DecodeHandoff, outcome: OutcomeBuilder) -> None:
+        """Advance one hand-off. What that raises fails this hand-off, and no other."""
+        reported = entry.outcome_reported
+        try:
+            self._advance(entry, outcome)
+        except Exception as error:
+            logger.exception("a hand-off cannot be ended in order transfer=%s", entry.transfer)
+            entry.outcome_reported = True
+            if not reported:
+                reason = f"decode could not take what was reported of it: {type(error).__name__}: {error}"
+                outcome.failed.append(Failed(entry.transfer, entry.request, reason, TokenRange(0, 0)))
+            self._release_if_ended(entry, outcome)
+
     def _advance(self, entry: DecodeHandoff, outcome: OutcomeBuilder) -> None:
         """Report the outcome once every rank has ended, and release the blocks once no peer can touch them."""
         if not entry.outcome_reported and len(entry.landed) + len(entry.failed) == self._identity.num_ranks:
             entry.outcome_reported = True
             if not entry.failed:
-                self._forget(entry)
                 outcome.landed.append(joined(entry.landed))
+                self._forget(entry)
                 return
             worst = min(entry.failed, key=lambda one: one.arrived.stop)
             self._gave_up[entry.request] = worst.reason
             (outcome.fatal if entry.policy is FailurePolicy.FAIL else outcome.failed).append(worst)
+        self._release_if_ended(entry, outcome)
+
+    def _release_if_ended(self, entry: DecodeHandoff, outcome: OutcomeBuilder) -> None:
         if entry.outcome_reported and len(entry.landed) + entry.released_by == self._identity.num_ranks:
             self._forget(entry)
             outcome.released.append(entry.transfer)

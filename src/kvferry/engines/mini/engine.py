@@ -21,8 +21,8 @@ from dataclasses import replace
 
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.connector.base import Outcome, SchedulerHalf, StepOrders
-from kvferry.engines.mini.api import Failure, FinishReason, GenerateRequest, Output, TokenLogprobs, failure_text
-from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, uniform
+from kvferry.engines.mini.api import Failure, FinishReason, GenerateRequest, Output, failure_text
+from kvferry.engines.mini.compute.sampling import SampledToken, SamplingRow, as_sent, uniform
 from kvferry.engines.mini.drafting import ComputedChunk, Speculation, step_input
 from kvferry.engines.mini.isolation import Broken, after_loss, choose_tokens, probe
 from kvferry.engines.mini.models.loading import OpenedModel
@@ -32,6 +32,7 @@ from kvferry.engines.mini.ranks.executor import Executor
 from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockManager
 from kvferry.engines.mini.scheduling.counters import Counters, EngineStats
+from kvferry.engines.mini.scheduling.guarded_connector import GuardedConnector
 from kvferry.engines.mini.scheduling.handoff_results import HandoffResults
 from kvferry.engines.mini.scheduling.output import Answer, Finish
 from kvferry.engines.mini.scheduling.request import Request, State
@@ -44,7 +45,6 @@ from kvferry.engines.mini.speculation.load_drafter import find_drafter
 from kvferry.engines.mini.step import StepInput
 from kvferry.errors import RanksLost, RequestError
 from kvferry.ids import RequestId
-from kvferry.wire.first_token import FirstToken
 from kvferry.wire.params import HandoffParams
 
 __all__ = ["Engine", "EngineSettings", "EngineStats"]
@@ -104,7 +104,7 @@ class Engine:
         """Takes these ranks into use, with an empty cache."""
         settings = self.settings
         self.executor = executor
-        self._connector = connector
+        self._connector = None if connector is None else GuardedConnector(connector)
         drafter = self._drafter
         self._speculation: Speculation | None = None
         if drafter is not None:
@@ -123,7 +123,7 @@ class Engine:
             slots_ahead=drafter.num_slots_ahead if drafter else 0,
             drafter_starts_cold=drafter is not None and drafter.starts_cold,
             overtake_s=settings.overtake_s,
-            connector=connector,
+            connector=self._connector,
         )
         self.limits = Limits(
             self.scheduler.groups,
@@ -234,6 +234,9 @@ class Engine:
             pass
         if self._in_flight:
             self._collect(self._in_flight.popleft(), outputs)
+        if self._connector is not None and self._connector.broken:
+            broken, self._connector.broken = self._connector.broken, {}
+            self._break([(self._requests[name], error) for name, error in broken.items()], outputs)
         if self._connector is not None and any(output.handoff is not None for output in outputs):
             # Not in the next step: the answer goes to the client before that, which takes the interpreter lock.
             self.executor.submit(StepInput(()), self._connector.build_orders())
@@ -376,7 +379,7 @@ class Engine:
         first, finish = request.first_token, None
         for choice in chosen:
             if first is not None and request.spec.first_token_sent and len(request.tokens) == request.num_prompt_tokens:
-                choice = self._as_sent(request, first)
+                choice = as_sent(first, request.sampling)
             request.tokens.append(choice.token)
             request.chosen = choice.logprobs
             self._counters.answer_tokens += 1
@@ -414,20 +417,13 @@ class Engine:
         self._counters.ended(request, self.settings.block_tokens)
         if self._speculation is not None:
             self._speculation.ended(request)
-        transfer, params = None, None
+        transfer, params, broken = None, None, None
         if self._connector is not None:
-            complete = request.for_remote and finish.reason is FinishReason.STOP
-            offers = complete or (request.for_remote and finish.reason is FinishReason.LENGTH)
-            transfer, params = self._connector.request_finished(
-                request,
-                request.tables,
-                request.num_computed,
-                first_token=request.handed_over_token() if offers else None,
-                aborted=aborted or (request.for_remote and not offers),
-                complete=complete,
-            )
+            transfer, params, broken = self._connector.end(request, finish, aborted=aborted)
         self.scheduler.give_up_blocks(request, transfer)
         logger.debug("request ended request=%s reason=%s stop=%r", request.request_id, finish.reason, finish.stop)
+        if broken is not None:
+            return replace(output, finish_reason=FinishReason.ERROR, error=failure_text(broken))
         return output if params is None else replace(output, handoff=params, prompt_hashes=request.prompt_hashes)
 
     # Hand-offs
@@ -436,6 +432,7 @@ class Engine:
         """Applies the results of hand-offs since the last step."""
         follow_up = self._handoff_results.apply(outcome)
         self._blocks_to_clear += follow_up.blocks_to_clear
+        self._break(follow_up.broken, outputs)
         for request in follow_up.adopt:
             self._adopt(request, outputs)
         outputs += [self._fail(request, reason, Failure.HANDOFF_FAILED) for request, reason in follow_up.fatal]
@@ -444,16 +441,9 @@ class Engine:
         """Starts a request whose first token prefill has chosen: no prompt token is computed here."""
         first = request.first_token
         assert first is not None, "a request with nothing to compute has a first token"
-        self._try_append(request, [self._as_sent(request, first)], outputs)
+        self._try_append(request, [as_sent(first, request.sampling)], outputs)
         if self._speculation is not None:
             self._speculation.adopted(request)
-
-    def _as_sent(self, request: Request, first: FirstToken) -> SampledToken:
-        """Returns prefill's first token as if it had been chosen here."""
-        logprobs = None
-        if request.sampling.logprobs is not None and first.logprob is not None:
-            logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: request.sampling.logprobs])
-        return SampledToken(first.token, logprobs)
 
     # When ranks die
 

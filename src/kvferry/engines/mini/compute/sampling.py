@@ -12,12 +12,14 @@ import torch
 import xxhash
 
 from kvferry.engines.mini.api import SamplingParams, TokenLogprobs
+from kvferry.wire.first_token import FirstToken
 
 __all__ = [
     "GREEDY_BELOW",
     "SampledToken",
     "SamplingRow",
     "apply_penalties",
+    "as_sent",
     "logprobs_of",
     "penalized",
     "probabilities",
@@ -158,3 +160,11 @@ def logprobs_of(row: torch.Tensor, token: int, count: int) -> TokenLogprobs:
         values, ids = row.topk(min(count, len(row)))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(float(row[token]), top)
+
+
+def as_sent(first: FirstToken, sampling: SamplingParams) -> SampledToken:
+    """Returns prefill's first token as if it had been chosen here."""
+    logprobs = None
+    if sampling.logprobs is not None and first.logprob is not None:
+        logprobs = TokenLogprobs(first.logprob, tuple(first.top)[: sampling.logprobs])
+    return SampledToken(first.token, logprobs)

@@ -26,6 +26,8 @@ class FollowUp:
     """Requests with nothing to compute: their first token is the one that prefill chose."""
     fatal: list[tuple[Request, str]] = field(default_factory=list)
     """Requests to end with this message, because their policy is to fail."""
+    broken: list[tuple[Request, Exception]] = field(default_factory=list)
+    """Requests to end because of an exception, with that exception."""
     blocks_to_clear: list[int] = field(default_factory=list)
     """Blocks that a failed hand-off may have written to; they are cleared before the next step."""
 
@@ -46,26 +48,23 @@ class HandoffResults:
         follow_up = FollowUp()
         for landed in outcome.landed:
             request = self._requests.get(landed.request)
-            if request is not None:
-                self._land(request, landed, follow_up)
+            try:
+                if request is not None:
+                    self._land(request, landed, follow_up)
+            except Exception as error:  # noqa: BLE001  # the engine ends this request, and reports it
+                assert request is not None, "nothing was done without one"
+                follow_up.broken.append((request, error))
         for failed in (*outcome.failed, *outcome.fatal):
             request = self._requests.get(failed.request)
             if request is None or request.state is not State.WAITING_FOR_KV:
                 continue
-            logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
-            request.handoff_open, request.handoff_over = False, True
-            request.reason = failed.reason
-            if failed in outcome.fatal:
-                self._scheduler.blocks.hold(failed.transfer, request.block_ids)
-                request.blocks = []
-                follow_up.fatal.append((request, failed.reason))
-                continue
-            self._scheduler.remove(request)
-            if failed.transfer in outcome.released:
-                self._keep(request, failed, follow_up)
-            else:
-                self._scheduler.give_up_blocks(request, failed.transfer)
-                self._scheduler.enqueue(request)
+            try:
+                self._fail(request, failed, outcome, follow_up)
+            except Exception as error:  # noqa: BLE001  # as above
+                if failed.transfer not in outcome.released:  # a peer may still write to its blocks (R28)
+                    self._scheduler.blocks.hold(failed.transfer, request.block_ids)
+                    request.blocks = []
+                follow_up.broken.append((request, error))
         for transfer in outcome.released:
             self._scheduler.blocks.release(transfer)
         return follow_up
@@ -76,6 +75,23 @@ class HandoffResults:
         if first is None or not 0 <= first.token < self._vocab_size:
             return None
         return first if request.sampling.logprobs is None or first.logprob is not None else None
+
+    def _fail(self, request: Request, failed: Failed, outcome: Outcome, follow_up: FollowUp) -> None:
+        """Lets a request go on without its hand-off, or end, as its policy says."""
+        logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
+        request.handoff_open, request.handoff_over = False, True
+        request.reason = failed.reason
+        if failed in outcome.fatal:
+            self._scheduler.blocks.hold(failed.transfer, request.block_ids)
+            request.blocks = []
+            follow_up.fatal.append((request, failed.reason))
+            return
+        self._scheduler.remove(request)
+        if failed.transfer in outcome.released:
+            self._keep(request, failed, follow_up)
+        else:
+            self._scheduler.give_up_blocks(request, failed.transfer)
+            self._scheduler.enqueue(request)
 
     def _keep(self, request: Request, failed: Failed, follow_up: FollowUp) -> None:
         """Continues a request after the complete blocks of its failed hand-off, which no peer can write to any more."""

@@ -103,13 +103,11 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: r.number)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from its queue. It keeps its blocks."""
-        if request.state is State.WAITING and request in self.waiting:  # else it could not be entered
-            self.waiting.remove(request)
-        elif request.state is State.WAITING_FOR_KV:
-            del self.waiting_for_kv[request.request_id]
-        elif request.state is State.RUNNING:
-            self.running.remove(request)
+        """Removes a request from its queue. It keeps its blocks. One that broke between two queues is in none."""
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        self.waiting_for_kv.pop(request.request_id, None)
 
     def schedule(self, now_s: float, max_chunks: int | None = None) -> StepPlan:
         """Plans the next step. At most `max_chunks` running requests take part, and none that is in flight."""
@@ -267,7 +265,11 @@ class Scheduler:
             self.waiting.remove(request)
             self._overtaking.admitted(request)
             self.groups.admit(request, hit, counts, remote_stop, plan.changes)
-            self._start(request, match, remote_stop, plan)
+            try:
+                self._start(request, match, remote_stop, plan)
+            except Exception as error:  # noqa: BLE001  # its blocks are its own, and are freed when it ends
+                plan.broken.append((request, error))
+                continue
             if request.state is State.RUNNING and request.num_uncomputed > 0:
                 stop = self._cut(request, request.num_computed + min(request.num_uncomputed, budget))
                 if self._grow(request, stop, plan):

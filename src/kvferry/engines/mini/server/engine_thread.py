@@ -153,7 +153,7 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 while self._commands:
-                    self._commands.popleft()()
+                    self._run_command(self._commands.popleft())
                 if not self._engine.has_work():
                     self._wake.wait()
                     continue
@@ -172,6 +172,12 @@ class EngineThread:
         except Exception as error:
             logger.exception("the engine has failed, this worker cannot serve requests any more")
             self._on_loop(self._fail, f"{type(error).__name__}: {error}", frozenset(self._engine.suspects))
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            logger.exception("a command about one request has failed")  # its client has left, or has the refusal
 
     def _add(self, request: GenerateRequest) -> None:
         try:
