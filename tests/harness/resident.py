@@ -1,10 +1,16 @@
 """The resident memory of processes, sample by sample, and whether it has grown."""
 
+import ctypes
+import gc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Samples", "resident_mib"]
+__all__ = ["GivenBack", "Samples", "resident_mib"]
+
+GROWN_MIB = 300.0
+"""By how much a process of tests may grow before it is made to look for what it can give back."""
 
 
 def resident_mib(pid: int, field_name: str = "VmRSS") -> float:
@@ -47,3 +53,21 @@ class Samples:
         lines = [f"| requests | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
         lines += [f"| {number:,} | {' | '.join(f'{row[n]:.0f}' for n in names)} |" for number, row in self.rows]
         return "\n".join(lines)
+
+
+class GivenBack:
+    """Gives the memory of engines that tests have closed back to the system.
+
+    A closed engine is part of reference cycles: its weights stay until the collector looks at its oldest objects, which
+    it does rarely; and the C library keeps what was freed. Three engines with SmolLM2 were 3.9 GB in this way.
+    """
+
+    def __init__(self) -> None:
+        self._after_mib = resident_mib(os.getpid())
+
+    def after_a_test(self) -> None:
+        """Collects if this process has grown by GROWN_MIB since the last time."""
+        if resident_mib(os.getpid()) - self._after_mib > GROWN_MIB:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+            self._after_mib = resident_mib(os.getpid())
