@@ -12,6 +12,7 @@ from kvferry.errors import ConfigError
 __all__ = [
     "FailurePolicy",
     "FerrySettings",
+    "FetchSettings",
     "LeaseSettings",
     "OlderPeers",
     "Role",
@@ -180,6 +181,31 @@ class SideChannelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """How engines fetch the KV of prefixes from each other (R38 to R41)."""
+
+    share: float = 0.25
+    """The share of the cache that may be kept for other engines that fetch from it. Beyond it they are answered that
+    nothing is found. 0: this engine gives nothing."""
+
+    answer_s: float = 2.0
+    """Seconds to wait for the answer of an engine that may hold a prefix. Without an answer the tokens are computed."""
+
+    max_questions: int = 64
+    """How many questions of one engine may wait for an answer. Further ones are answered that nothing is found."""
+
+    max_tokens: int = 262_144
+    """How many tokens of a prompt are asked for, and the most that are looked up for a question. An engine answers
+    about the first ones of a longer prompt."""
+
+    def __post_init__(self) -> None:
+        _check("fetch.share", self.share, 0.0, 1.0)
+        _check("fetch.answer_s", self.answer_s, 0.01)
+        _check("fetch.max_questions", self.max_questions, 1)
+        _check("fetch.max_tokens", self.max_tokens, 1, 1 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FerrySettings:
     """All settings of the hand-off."""
 
@@ -191,6 +217,9 @@ class FerrySettings:
 
     side_channel: SideChannelSettings = field(default_factory=SideChannelSettings)
     """The side channel, on which engines shake hands."""
+
+    fetch: FetchSettings = field(default_factory=FetchSettings)
+    """How engines fetch the KV of prefixes from each other."""
 
     strict: bool = False
     """Whether every factor of vLLM's compatibility hash must match, including those that kvferry can bridge (R2).

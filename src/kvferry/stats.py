@@ -9,15 +9,19 @@ __all__ = ["HandoffStats", "HandoffTiming", "PromptAccount", "StageTimes"]
 class PromptAccount:
     """Where the KV of a request's prompt tokens came from.
 
-    `handed_over`, `cached` and `recomputed` add up to the length of the prompt; on prefill, without the last tokens
-    that it leaves to decode; in a request that was cancelled, to what it had by then.
+    `handed_over`, `fetched`, `cached` and `recomputed` add up to the length of the prompt; on prefill, without the last
+    tokens that it leaves to decode; in a request that was cancelled, to what it had by then.
     """
 
     handed_over: int = 0
+    fetched: int = 0
+    """Tokens that were fetched from an engine that held them already (R41)."""
     cached: int = 0
     recomputed: int = 0
     computed_again: int = 0
     """Prompt tokens that were computed more often than `recomputed` says: after a preemption."""
+    source: str = ""
+    """The engine from which tokens were fetched."""
     reason: str = ""
     """Why tokens were recomputed that another engine should have handed over."""
 

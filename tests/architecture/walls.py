@@ -79,12 +79,17 @@ ROOMS: Mapping[str, set[str]] = {
     "connector.lookahead": BELOW_HANDOFF,
     "connector.peers": BELOW_HANDOFF,
     "connector.entries": BELOW_HANDOFF | CONNECTOR | {"handoff"},
-    "connector.scheduler": BELOW_HANDOFF | CONNECTOR | {"connector.entries", "handoff"},
+    "connector.fetches": BELOW_HANDOFF | CONNECTOR | {"connector.entries", "handoff"},
+    "connector.holdings": BELOW_HANDOFF | CONNECTOR | {"connector.entries", "handoff"},
+    "connector.scheduler": BELOW_HANDOFF
+    | CONNECTOR
+    | {"connector.entries", "connector.fetches", "connector.holdings", "handoff"},
+    "connector.by_mode": BELOW_HANDOFF | CONNECTOR | {"connector.scheduler"},
     "connector.worker": BELOW_HANDOFF
     | {"connector.base", "handoff", "handoff.driver", "transport.base", "transport.registry", "transport.staging"},
     "connector.engine": BELOW_HANDOFF
     | CONNECTOR
-    | {"connector.entries", "connector.rendezvous", "connector.scheduler", "handoff", "handshake", "sidechannel"},
+    | {"connector.by_mode", "connector.rendezvous", "connector.scheduler", "handoff", "handshake", "sidechannel"},
     "engines": set(),
     # The embedded engine, floor by floor. It never knows vLLM's plug-in.
     "mini": set(),

@@ -3,8 +3,9 @@
 import pytest
 
 from kvferry.connector.base import Match
+from kvferry.connector.by_mode import PullScheduler, PushScheduler
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import HandoffScheduler, PullScheduler, PushScheduler
+from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.handoff.orders import Failed, StepReport
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import TokenRange

@@ -1,11 +1,11 @@
 """What the end of one hand-off raises in the scheduler half fails that hand-off, and no other."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from kvferry.connector import entries
+from kvferry.connector.entries import DecodeHandoff
 from kvferry.connector.peers import PeerStatus, PeerView
 from kvferry.handoff.orders import Landed, StepReport
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
@@ -28,10 +28,10 @@ class RaisingBoard(Board):
 def fail_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets joining the ranks' reports raise for one transfer."""
 
-    def join(ranks: Sequence[Landed]) -> Landed:
-        if ranks[0].transfer == T:
+    def join(entry: DecodeHandoff) -> Landed:
+        if entry.transfer == T:
             raise LookupError("injected")
-        return entries.joined(ranks)
+        return entries.joined(entry)
 
     monkeypatch.setattr("kvferry.connector.scheduler.joined", join)
 

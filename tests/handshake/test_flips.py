@@ -11,12 +11,13 @@ from kvferry.handshake.fact import FactKind
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role, TransferMode
+from kvferry.wire.versions import FIND
 from tests.harness.handshake_examples import ENGINE, decode_facts, eagle, facts
 
 FLIPS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     # fact: (changes on prefill, changes on decode)
     "handshake.strict": ({}, {"strict": True}),
-    "role": ({}, {"role": Role.PREFILL}),
+    "role": ({"protocol": FIND - 1}, {"protocol": FIND - 1, "role": Role.PREFILL}),
     "transfer.mode": ({}, {"mode": TransferMode.PUSH}),
     "protocol": ({}, {"protocol": 1}),
     "engine.name": ({}, {"engine": "vllm"}),
@@ -217,5 +218,5 @@ def test_the_remedy_for_vllm_is_the_flag_for_the_value(
 
 
 def test_the_remedy_for_vllm_names_the_role_in_its_words() -> None:  # R10
-    row = verdict(facts(engine="vllm"), facts(engine="vllm")).blocking()[0]
+    row = verdict(facts(engine="vllm"), facts(engine="vllm", protocol=FIND - 1)).blocking()[0]
     assert row.remedy_a == """--kv-transfer-config '{"kv_role": "kv_consumer"}'"""

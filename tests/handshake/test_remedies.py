@@ -23,7 +23,7 @@ NGRAM = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 2
 
 PAIRS = {
     # what differs: (what prefill was started with, what decode was started with, the facts that refuse the pair)
-    "role": ("byte-mtp --role prefill", "byte-mtp --role prefill", {"role"}),
+    "role, of older engines": ("byte-mtp --protocol-max 4", "byte-mtp --protocol-max 4 --role prefill", {"role"}),
     "mode": ("byte-mtp", "byte-mtp --transfer-mode push", {"transfer.mode"}),
     "model": ("byte-mtp", "OTHER", {"model.fingerprint", "model.tokenizer", "model.head_size"}),
     "dtype": ("byte-mtp --dtype bfloat16", "byte-mtp --dtype float32", {"model.dtype", "kv.dtype"}),

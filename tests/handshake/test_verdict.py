@@ -12,6 +12,7 @@ from kvferry.handshake.facts import Fact, Facts
 from kvferry.handshake.table import FACTS
 from kvferry.handshake.verdict import VerdictKind, verdict
 from kvferry.settings import Role
+from kvferry.wire.versions import FIND
 from tests.handshake.test_facts import VALUES
 from tests.handshake.test_flips import FLIPS
 from tests.harness.handshake_examples import decode_facts, facts
@@ -123,5 +124,13 @@ def test_a_peers_value_is_quoted_in_what_an_operator_may_paste() -> None:
 
 @pytest.mark.parametrize(("role", "other"), [(Role.PREFILL, "decode"), (Role.DECODE, "prefill")])
 def test_one_of_two_equal_sides_is_asked_to_take_the_other_role(role: Role, other: str) -> None:  # R10
-    row = verdict(facts(role=role), facts(role=role)).blocking()[0]
+    older = facts(role=role, protocol=FIND - 1)
+    row = verdict(facts(role=role), older).blocking()[0]
     assert row.remedy() == f"on a: kvferry serve --role {other}, or on b: kvferry serve --role {other}"
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_two_engines_of_one_role_pair_to_fetch_if_both_can(role: Role) -> None:  # R39
+    answer = verdict(facts(role=role), facts(role=role))
+    assert (answer.kind, [row.fact for row in answer.rows]) == (VerdictKind.NOTES, ["role"])
+    assert "hand nothing over to each other" in answer.notes()[0]

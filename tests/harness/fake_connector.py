@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.connector.base import Failed, Landed, Match, Outcome, RequestView, StepOrders, StepReport
+from kvferry.connector.base import Failed, Landed, Match, Outcome, PrefixHolder, RequestView, StepOrders, StepReport
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
@@ -109,6 +109,9 @@ class FakeConnector:
 
     def decline(self, params: HandoffParams, reason: str) -> None:
         self.seen.append(f"decline {params.transfer_id} {reason}")
+
+    def hold_prefixes(self, holder: PrefixHolder) -> None:
+        self.holder = holder
 
     def build_orders(self) -> StepOrders:
         return StepOrders()

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.connector.base import EngineIdentity
+from kvferry.connector.by_mode import make_scheduler
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import HandoffScheduler, make_scheduler
+from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.handoff.orders import Landed
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.connector.base import EngineIdentity, Failed, Landed, StepReport
+from kvferry.connector.by_mode import make_scheduler
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import make_scheduler
 from kvferry.engines.vllm.describe.block_tables import GroupForm
 from kvferry.engines.vllm.scheduler_side.scheduler import VllmScheduler
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId

@@ -26,11 +26,13 @@ from kvferry.wire.prompt_digest import Prompt
 __all__ = [
     "EngineIdentity",
     "Failed",
+    "HeldPrefix",
     "Landed",
     "Match",
     "Outcome",
     "PeerAccepted",
     "PeerGone",
+    "PrefixHolder",
     "RankRecord",
     "RequestView",
     "SchedulerHalf",
@@ -141,6 +143,28 @@ class EngineIdentity:
         return self.tp_size * self.pp_size
 
 
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """The KV of the tokens [0, num_tokens), which an engine keeps for another one."""
+
+    num_tokens: int
+    tables: tuple[BlockTable, ...]
+    """One per cache group, as if a request had computed these tokens and no more: of a window the last ones, of states
+    those after the last token."""
+
+
+class PrefixHolder(Protocol):
+    """What an engine does for others that fetch from it (R39). Called on the engine's thread; never blocks."""
+
+    def hold(
+        self, transfer: TransferId, token_ids: Sequence[int], salt: str, *, more_than: int, share: float
+    ) -> HeldPrefix | str:
+        """Keep the longest prefix of these tokens that is in the cache under this salt, until `update` releases the
+        transfer. Return the reason if that is not more than `more_than` tokens, or if more than `share` of the cache
+        would be kept for other engines."""
+        ...
+
+
 class SchedulerHalf(Protocol):
     """Called on the engine's thread only. It never blocks, and does no I/O."""
 
@@ -217,6 +241,10 @@ class SchedulerHalf(Protocol):
 
         The prefill engine's grant is freed. Any parameters may be given.
         """
+        ...
+
+    def hold_prefixes(self, holder: PrefixHolder) -> None:
+        """From now on other engines may fetch what is in this engine's cache. Without this call they are refused."""
         ...
 
     def build_orders(self) -> StepOrders:

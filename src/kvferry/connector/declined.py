@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from kvferry.connector.peers import PeerBoard, PeerStatus
 from kvferry.handoff.orders import Cancel
 from kvferry.ids import EngineId, Incarnation, TransferId
+from kvferry.settings import TransferMode
 from kvferry.wire.params import HandoffParams
 
-__all__ = ["DeclinedHandoffs", "missing_fields"]
+__all__ = ["DeclinedHandoffs", "missing_fields", "unusable_reason"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,15 @@ def missing_fields(params: HandoffParams) -> list[str]:
     """Return the names of what a hand-off must have and these parameters lack."""
     needed = ("transfer_id", "remote_engine_id", "remote_host", "remote_port")
     return [name for name in needed if getattr(params, name) is None]
+
+
+def unusable_reason(params: HandoffParams, mode: TransferMode, mode_remedy: str) -> str:
+    """Return why decode can do nothing with these parameters; "" if it can."""
+    if missing := missing_fields(params):
+        return f"kv_transfer_params lack {', '.join(missing)}"
+    if params.transfer_mode is not None and params.transfer_mode is not mode:
+        return f"prefill hands over by {params.transfer_mode.value}, this worker by {mode.value}: {mode_remedy}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

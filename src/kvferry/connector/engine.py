@@ -16,16 +16,17 @@ from dataclasses import fields, replace
 
 from kvferry.clock import Clock
 from kvferry.connector.base import EngineIdentity, RankRecord
+from kvferry.connector.by_mode import make_scheduler
 from kvferry.connector.digest_thread import DigestThread
 from kvferry.connector.peers import PeerView
 from kvferry.connector.rendezvous import Rendezvous
-from kvferry.connector.scheduler import HandoffScheduler, make_scheduler
+from kvferry.connector.scheduler import HandoffScheduler
 from kvferry.errors import ConfigError
 from kvferry.handoff.orders import StepOrders
 from kvferry.handshake.engine_description import EngineDescription
 from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.facts import Facts
-from kvferry.handshake.fit import make_fit
+from kvferry.handshake.fit import make_fetch_obstacle, make_fit
 from kvferry.handshake.peer_table import PeerState
 from kvferry.ids import EngineId, Incarnation
 from kvferry.settings import FerrySettings
@@ -68,7 +69,7 @@ class EngineConnector:
         self._facts = Facts.from_engine(replace(description, protocol=self._protocols.newest))
         self._handoff_tokens = handoff_tokens
         self._mode_remedy = mode_remedy
-        self._rendezvous = Rendezvous(settings.side_channel, name=self.engine_id, clock=clock)
+        self._rendezvous = Rendezvous(settings.side_channel, settings.fetch, name=self.engine_id, clock=clock)
         self._digests = DigestThread()
         self._identity: EngineIdentity | None = None
         self._local: LocalSide | None = None
@@ -115,9 +116,15 @@ class EngineConnector:
             port=identity.port,
         )
         fit = make_fit([one.layout for one in ranks], self.role)
-        self._identity, self._local = identity, LocalSide(self._facts, hello, fit, self._protocols)
+        obstacle = make_fetch_obstacle([one.layout for one in ranks])
+        self._identity, self._local = identity, LocalSide(self._facts, hello, fit, self._protocols, obstacle)
         return self._local, make_scheduler(
-            identity, self._rendezvous, self.settings, self._handoff_tokens, self._digests.submit
+            identity,
+            self._rendezvous,
+            self.settings,
+            self._handoff_tokens,
+            hash_ahead=self._digests.submit,
+            prefixes=self._rendezvous,
         )
 
     @property
@@ -132,6 +139,12 @@ class EngineConnector:
         return self._rendezvous.view(
             EngineId(engine), None if incarnation is None else Incarnation(incarnation), host, port
         )
+
+    def on_question(self, wake: Callable[[], None]) -> None:
+        """Call `wake` when another engine has asked for KV that this one may hold: the scheduler half's
+        `has_pending_work` is true then, and its next `build_orders` answers. `wake` is called on another thread, and
+        must neither block nor raise."""
+        self._rendezvous.on_question(wake)
 
     def lost(self, engine: EngineId, incarnation: Incarnation, reason: str) -> None:
         """A worker half has found that this peer is gone: tell the other ranks, and shake hands again when a request

@@ -1,13 +1,15 @@
 """What a scheduler half knows of other engines: whether one can be used, and if not, why. It sees no socket."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from kvferry.ids import EngineId, Incarnation
+from kvferry.wire.find import Find, Found
 from kvferry.wire.versions import PROTOCOL_MAX
 
-__all__ = ["PeerBoard", "PeerStatus", "PeerView"]
+__all__ = ["Asked", "PeerBoard", "PeerStatus", "PeerView", "PrefixBoard", "Question"]
 
 
 class PeerStatus(StrEnum):
@@ -28,6 +30,8 @@ class PeerView:
     incarnation: Incarnation | None = None
     protocol: int = PROTOCOL_MAX
     """The protocol version that is spoken with an accepted peer."""
+    fetch_obstacle: str = ""
+    """Why prefixes cannot be fetched from an accepted peer; "" if they can."""
 
 
 class PeerBoard(Protocol):
@@ -35,4 +39,46 @@ class PeerBoard(Protocol):
 
     def view(self, engine: EngineId, incarnation: Incarnation | None, host: str, port: int) -> PeerView:
         """Return whether that engine can be used. Starts a handshake if the engine is unknown. Never blocks."""
+        ...
+
+
+class Asked:
+    """A question of ours. `found` is None until it is answered, or until there will be no answer."""
+
+    def __init__(self, transfer: str) -> None:
+        self.transfer = transfer
+        self.found: Found | None = None
+
+
+class Question(Protocol):
+    """A question of another engine."""
+
+    @property
+    def find(self) -> Find:
+        """What it asks."""
+        ...
+
+    def answer(self, found: Found) -> None:
+        """Answer it. Only the first call counts."""
+        ...
+
+
+class PrefixBoard(Protocol):
+    """Questions about prefixes, ours and those of other engines (connector.finding). On the engine's thread."""
+
+    def find(self, host: str, port: int, find: Find) -> Asked:
+        """Ask an accepted engine. Never blocks; look at the result again and again."""
+        ...
+
+    def poll_finds(self) -> None:
+        """Take the answers that have come. Never blocks."""
+        ...
+
+    def take_questions(self) -> Sequence[Question]:
+        """Return the questions of other engines that wait, each of them once."""
+        ...
+
+    @property
+    def num_questions(self) -> int:
+        """The number of questions that wait."""
         ...

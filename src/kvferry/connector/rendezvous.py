@@ -8,18 +8,23 @@ on a driver's thread) is gone from the worker halves before they learn of its su
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.clock import Clock, MonotonicClock
-from kvferry.connector.peers import PeerStatus, PeerView
+from kvferry.connector.finding import Finder, Questions
+from kvferry.connector.peers import Asked, PeerStatus, PeerView, Question
 from kvferry.handoff.orders import StepOrders
 from kvferry.handshake.exchange import LocalSide
 from kvferry.handshake.handshaker import Handshaker
 from kvferry.handshake.peer_table import Peer, PeerState
 from kvferry.ids import EngineId, Incarnation
-from kvferry.settings import SideChannelSettings
+from kvferry.settings import FetchSettings, SideChannelSettings
 from kvferry.sidechannel.client import SideChannelClient
+from kvferry.sidechannel.late_answer import LateAnswer
 from kvferry.sidechannel.listener import SideChannelServer
+from kvferry.wire import find as find_messages
+from kvferry.wire.find import Find
+from kvferry.wire.versions import FIND
 
 __all__ = ["Rendezvous"]
 
@@ -31,8 +36,16 @@ _EXPIRE_EVERY_S = 10.0
 class Rendezvous:
     """The side channel of one engine. It binds when it is made, so that the address is known before `start`."""
 
-    def __init__(self, settings: SideChannelSettings, *, name: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        settings: SideChannelSettings,
+        fetch: FetchSettings | None = None,
+        *,
+        name: str,
+        clock: Clock | None = None,
+    ) -> None:
         """Bind. Raises ConfigError if the address or the key cannot be used. `name` is the engine's, for threads."""
+        fetch = fetch or FetchSettings()
         self._settings = settings
         self._clock = clock or MonotonicClock()
         self._handshaker: Handshaker | None = None
@@ -41,6 +54,9 @@ class Rendezvous:
         self._expire_at_s = float("-inf")
         self._server = SideChannelServer(settings, self._answer, name=name, clock=self._clock)
         self._client = SideChannelClient(settings, clock=self._clock)
+        self._finder = Finder(settings, fetch.answer_s, clock=self._clock)
+        self._questions = Questions(fetch, lambda: self._on_question())
+        self._on_question: Callable[[], None] = lambda: None
 
     @property
     def host(self) -> str:
@@ -68,6 +84,7 @@ class Rendezvous:
         """
         self._client.close()  # the answer to an old question must not be taken for the answer to a new one
         self._client = SideChannelClient(self._settings, clock=self._clock)
+        self._questions.refuse_all("it has restarted: what it held is gone")
         # In this order: a peer that the new handshaker accepts is for the new worker halves.
         self._send = send
         self._handshaker = Handshaker(local, max_peers=self._settings.max_peers)
@@ -105,13 +122,43 @@ class Rendezvous:
         """Close both sockets and end the listener's thread. Idempotent."""
         self._server.close()
         self._client.close()
+        self._finder.close()
+
+    # Questions about prefixes
+
+    def on_question(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, on the listener's thread, when another engine has asked: `take_questions` has something."""
+        self._on_question = wake
+
+    def find(self, host: str, port: int, find: Find) -> Asked:
+        """Ask an accepted engine for KV (PrefixBoard)."""
+        return self._finder.ask(host, port, find)
+
+    def poll_finds(self) -> None:
+        """Take the answers that have come (PrefixBoard)."""
+        self._finder.poll()
+
+    def take_questions(self) -> Sequence[Question]:
+        """Return the questions of other engines (PrefixBoard)."""
+        return self._questions.take()
+
+    @property
+    def num_questions(self) -> int:
+        """The number of questions that wait (PrefixBoard)."""
+        return len(self._questions)
+
+    def _may_ask(self, engine: EngineId, incarnation: Incarnation) -> bool:
+        peer = self._started().peers.get(engine)
+        return peer.paired and peer.incarnation == incarnation and peer.protocol >= FIND
 
     def _started(self) -> Handshaker:
         assert self._handshaker is not None, "start() comes before any peer"
         return self._handshaker
 
-    def _answer(self, body: bytes, address: str) -> bytes:
+    def _answer(self, body: bytes, address: str) -> bytes | LateAnswer:
         handshaker = self._started()
+        if body[: len(find_messages.MAGIC)] == find_messages.MAGIC:
+            return self._questions.ask(body, handshaker.local.incarnation, self._may_ask)
         reply = handshaker.answer(body, address, self._clock.now_s())
         self._send_peers(handshaker)
         return reply
@@ -157,7 +204,12 @@ def _if_both_run(peer: Peer, incarnation: Incarnation) -> str:
 def _view(peer: Peer, engine: EngineId, incarnation: Incarnation | None) -> PeerView:
     if peer.state is PeerState.ACCEPTED:
         if incarnation is None or incarnation == peer.incarnation:
-            return PeerView(PeerStatus.ACCEPTED, incarnation=peer.incarnation, protocol=peer.protocol)
+            return PeerView(
+                PeerStatus.ACCEPTED,
+                incarnation=peer.incarnation,
+                protocol=peer.protocol,
+                fetch_obstacle=peer.fetch_obstacle,
+            )
         return PeerView(
             PeerStatus.REFUSED,
             f"engine {engine!r} has restarted since it computed the prompt (it was {incarnation!r}, and is "

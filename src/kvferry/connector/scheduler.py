@@ -10,12 +10,23 @@ A decode request (do_remote_prefill):  KeepAlive while it waits in the queue, so
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from kvferry.connector.base import EngineIdentity, Match, Outcome, RequestView
-from kvferry.connector.declined import DeclinedHandoffs, missing_fields
-from kvferry.connector.entries import DecodeHandoff, OrdersBuilder, OutcomeBuilder, PrefillHandoff, is_for, joined
-from kvferry.connector.peers import PeerBoard, PeerStatus
+from kvferry.connector.base import EngineIdentity, Match, Outcome, PrefixHolder, RequestView
+from kvferry.connector.declined import DeclinedHandoffs, missing_fields, unusable_reason
+from kvferry.connector.entries import (
+    DecodeHandoff,
+    OrdersBuilder,
+    OutcomeBuilder,
+    PrefillHandoff,
+    answer_params,
+    is_for,
+    joined,
+)
+from kvferry.connector.fetches import Fetches, Granted, Looking, PrefixFetch
+from kvferry.connector.holdings import Holdings
+from kvferry.connector.peers import PeerBoard, PeerStatus, PrefixBoard
 from kvferry.handoff.binding import too_old
 from kvferry.handoff.orders import Cancel, Failed, Fetch, KeepAlive, Offer, StepOrders, StepReport, Withdraw
 from kvferry.ids import EngineId, Incarnation, RequestId, TransferId
@@ -26,7 +37,7 @@ from kvferry.wire.params import HandoffParams
 from kvferry.wire.prompt_digest import Prompt
 from kvferry.wire.versions import BINDING
 
-__all__ = ["HandoffScheduler", "PullScheduler", "PushScheduler", "make_scheduler"]
+__all__ = ["HandoffScheduler"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +61,9 @@ class HandoffScheduler:
         peers: PeerBoard,
         settings: FerrySettings,
         handoff_tokens: Callable[[int], int] | None = None,
+        *,
         hash_ahead: Callable[[Prompt], None] | None = None,
+        prefixes: PrefixBoard | None = None,
     ) -> None:
         """`handoff_tokens` says how many tokens of a prompt are handed over (R32). None means all of them. `hash_ahead`
         takes the prompts of prefill, whose digests are needed when they are computed."""
@@ -72,6 +85,10 @@ class HandoffScheduler:
         """Decode requests whose prefill engine is being asked: its grant is kept alive as soon as it has answered, also
         if the engine does not look at the request (R25)."""
         self._declined = DeclinedHandoffs(peers)
+        self._fetching: dict[RequestId, PrefixFetch] = {}
+        """Requests whose prompt's beginning other engines may hold."""
+        self._fetches = Fetches(identity, peers, prefixes, settings.fetch)
+        self._holdings = Holdings(prefixes, settings.fetch)
         self._next = OrdersBuilder()
 
     # Arrival and matching
@@ -86,15 +103,11 @@ class HandoffScheduler:
         if params is not None and params.do_remote_decode and self._hash_ahead is not None:
             self._hash_ahead(request.prompt)
         if params is None or not params.do_remote_prefill:
+            if (fetch := self._fetches.new(request, self.handoff_tokens)) is not None:
+                self._fetching[request.request_id] = fetch
             return
-        if missing := missing_fields(params):
-            self._gave_up[request.request_id] = f"kv_transfer_params lack {', '.join(missing)}"
-            return
-        if params.transfer_mode is not None and params.transfer_mode is not self.mode:
-            self._gave_up[request.request_id] = (
-                f"prefill hands over by {params.transfer_mode.value}, this worker by {self.mode.value}: "
-                f"{self._identity.mode_remedy}"
-            )
+        if reason := unusable_reason(params, self.mode, self._identity.mode_remedy):
+            self._gave_up[request.request_id] = reason
             return
         transfer = TransferId(str(params.transfer_id))
         if transfer in self._by_transfer:
@@ -134,16 +147,13 @@ class HandoffScheduler:
         entry, params = self._decoding.get(request.request_id), request.handoff
         if entry is None or params is None:
             return None
-        stated = (params.remote_prompt_tokens, params.remote_prompt_digest)
-        if stated == (None, None):
-            counted = self._settings.transfer.older_peers is OlderPeers.COUNT
-            same = counted and params.remote_num_tokens == entry.expected_tokens
-        else:
-            same = any((num, digest.hex()) == stated for num, digest in entry.prompt.marks[:1])
-        return first_token_of(params) if same else None
+        counted = self._settings.transfer.older_peers is OlderPeers.COUNT
+        return first_token_of(params) if entry.is_for(params, counted=counted) else None
 
     def match(self, request: RequestView, num_cached_tokens: int) -> Match:
         """Return how many tokens after `num_cached_tokens` the prefill engine brings, or to wait for the handshake."""
+        if (fetch := self._fetching.get(request.request_id)) is not None:
+            return self._match_fetch(request, fetch, num_cached_tokens)
         entry = self._decoding.get(request.request_id)
         if entry is None or entry.started:
             return self._no_match(request)
@@ -155,6 +165,28 @@ class HandoffScheduler:
             self._give_up(entry, reason)
             return self._no_match(request)
         return Match(num_tokens=max(0, entry.num_tokens - num_cached_tokens))
+
+    def _match_fetch(self, request: RequestView, fetch: PrefixFetch, num_cached_tokens: int) -> Match:
+        """Return how many tokens another engine has granted beyond our own, or to wait for its answer."""
+        entry = self._decoding.get(request.request_id)
+        while entry is None or entry.outcome_reported or entry.num_tokens <= num_cached_tokens:
+            if entry is not None and not entry.outcome_reported:
+                self._drop(entry, "its tokens are cached here by now")
+                fetch.next_source("")
+            looked = self._fetches.look(fetch, num_cached_tokens)
+            if looked is Looking.WAIT:
+                return Match(wait=True)
+            if isinstance(looked, Looking):
+                return Match(reason=fetch.reason)
+            entry = self._granted(request, fetch, looked)
+        return Match(num_tokens=entry.num_tokens - num_cached_tokens)
+
+    def _granted(self, request: RequestView, fetch: PrefixFetch, granted: Granted) -> DecodeHandoff:
+        """From here on a fetch is a hand-off, whose failure is no failure of the request."""
+        entry = fetch.handoff(request.request_id, granted)
+        self._decoding[entry.request] = self._by_transfer[entry.transfer] = entry
+        self._next.keep_alive.append(KeepAlive(entry.transfer, entry.engine, granted.incarnation))
+        return entry
 
     def _find_peer(self, entry: DecodeHandoff, params: HandoffParams) -> tuple[PeerStatus, str]:
         view = self._peers.view(entry.engine, entry.incarnation, str(params.remote_host), int(params.remote_port or 0))
@@ -267,6 +299,8 @@ class HandoffScheduler:
         """Offer a prefill request that ends well, withdraw one that does not; cancel a hand-off that is under way."""
         self._gave_up.pop(request.request_id, None)
         self._duplicates.pop(request.request_id, None)
+        if (fetch := self._fetching.pop(request.request_id, None)) is not None:
+            self._fetches.abandon(fetch)
         aborted = aborted or self._has_lost_its_peer(request) or (complete and self.mode is TransferMode.PULL)
         result = self._end_request(request, tables, num_computed_tokens, first_token, aborted=aborted)
         self._preempted.discard(request.request_id)
@@ -282,10 +316,9 @@ class HandoffScheduler:
         aborted: bool,
     ) -> tuple[TransferId | None, HandoffParams | None]:
         decode = self._decoding.get(request.request_id)
-        if decode is not None:
-            return (None if decode.outcome_reported else self._cancel(decode)), None
+        held = self._cancel(decode) if decode is not None and not decode.outcome_reported else None
         if request.handoff is None or not request.handoff.do_remote_decode:
-            return None, None
+            return held, None
         prefill = self._prefilling.get(request.request_id)
         if aborted or (prefill is not None and prefill.withdrawn_reason):
             reason = (prefill and prefill.withdrawn_reason) or "the request was aborted on the prefill side"
@@ -297,43 +330,13 @@ class HandoffScheduler:
             if asked and asked not in self._by_transfer:
                 # Nothing of it is computed, but in push decode may already be waiting for it.
                 self._next.withdraw.append(Withdraw(asked, reason))
-            return None, None
+            return held, None
         if not self._settings.transfer.first_token:
             first_token = None
         note = encode_first_token(first_token) if first_token is not None else b""
         entry = self._offer(request, tables, num_computed_tokens, final=True, note=note)
         entry.finished = True
-        return entry.transfer, self._params(entry, tables, num_computed_tokens, first_token)
-
-    def _params(
-        self,
-        entry: PrefillHandoff,
-        tables: Sequence[BlockTable],
-        num_tokens: int,
-        first_token: FirstToken | None,
-    ) -> HandoffParams:
-        """Make what the router carries to decode, under the names that existing routers read (R15)."""
-        return HandoffParams(
-            do_remote_prefill=True,
-            do_remote_decode=False,
-            transfer_mode=self.mode,
-            transfer_id=entry.transfer,
-            remote_engine_id=self._identity.engine,
-            remote_incarnation=self._identity.incarnation,
-            remote_request_id=entry.request,
-            remote_host=self._identity.host,
-            remote_port=self._identity.port,
-            remote_block_ids=[[int(block) for block in table.block_ids] for table in tables],
-            remote_block_first_tokens=[table.first_token for table in tables],
-            remote_num_tokens=num_tokens,
-            remote_prompt_tokens=entry.prompt.num_tokens,
-            remote_prompt_digest=entry.prompt.digest.hex(),
-            tp_size=self._identity.tp_size,
-            pp_size=self._identity.pp_size,
-            first_token=first_token.token if first_token else None,
-            first_logprob=first_token.logprob if first_token else None,
-            first_top_logprobs=list(first_token.top) if first_token else None,
-        )
+        return entry.transfer, answer_params(self._identity, self.mode, entry, tables, num_computed_tokens, first_token)
 
     def _cancel(self, entry: DecodeHandoff) -> TransferId | None:
         if not entry.started:
@@ -382,7 +385,8 @@ class HandoffScheduler:
             except Exception as error:
                 logger.exception("a peer cannot be asked peer=%s request=%s", entry.engine, request)
                 self._give_up(entry, f"its prefill engine cannot be asked: {type(error).__name__}: {error}")
-        self._next.cancel += self._declined.take_cancels()
+        self._next.cancel += [*self._declined.take_cancels(), *self._fetches.take_cancels()]
+        self._by_transfer |= {one.transfer: one for one in self._holdings.answer(self._by_transfer, self._next)}
         built, self._next = self._next, OrdersBuilder()
         return built.orders()
 
@@ -438,11 +442,12 @@ class HandoffScheduler:
         if not entry.outcome_reported and len(entry.landed) + len(entry.failed) == self._identity.num_ranks:
             entry.outcome_reported = True
             if not entry.failed:
-                outcome.landed.append(joined(entry.landed))
+                outcome.landed.append(joined(entry))
                 self._forget(entry)
                 return
             worst = min(entry.failed, key=lambda one: one.arrived.stop)
-            self._gave_up[entry.request] = worst.reason
+            self._gave_up_on(entry, worst.reason)
+            worst = replace(worst, source=entry.source)
             (outcome.fatal if entry.policy is FailurePolicy.FAIL else outcome.failed).append(worst)
         self._release_if_ended(entry, outcome)
 
@@ -451,8 +456,15 @@ class HandoffScheduler:
             self._forget(entry)
             outcome.released.append(entry.transfer)
 
+    def _gave_up_on(self, entry: DecodeHandoff, reason: str) -> None:
+        if (fetch := self._fetching.get(entry.request)) is not None:
+            fetch.next_source(reason)
+        else:
+            self._gave_up[entry.request] = reason
+
     def _forget(self, entry: DecodeHandoff) -> None:
-        self._decoding.pop(entry.request, None)
+        if self._decoding.get(entry.request) is entry:  # else the request fetches from another engine by now
+            del self._decoding[entry.request]
         self._meeting.pop(entry.request, None)
         self._by_transfer.pop(entry.transfer, None)
 
@@ -468,24 +480,9 @@ class HandoffScheduler:
 
     def has_pending_work(self) -> bool:
         """True while a hand-off is open here, on either side."""
-        return bool(self._by_transfer or self._declined or self._next.cancel or self._next.withdraw)
+        orders = self._next.cancel or self._next.withdraw
+        return bool(self._by_transfer or self._declined or orders or self._fetches or self._holdings.num_questions)
 
-
-class PullScheduler(HandoffScheduler, mode=TransferMode.PULL):
-    """Decode reads prefill's blocks."""
-
-
-class PushScheduler(HandoffScheduler, mode=TransferMode.PUSH):
-    """Prefill writes into decode's blocks."""
-
-
-def make_scheduler(
-    identity: EngineIdentity,
-    peers: PeerBoard,
-    settings: FerrySettings,
-    handoff_tokens: Callable[[int], int] | None = None,
-    hash_ahead: Callable[[Prompt], None] | None = None,
-) -> HandoffScheduler:
-    """The scheduler half for the configured transfer mode."""
-    kinds = {kind.mode: kind for kind in (PullScheduler, PushScheduler)}
-    return kinds[settings.transfer.mode](identity, peers, settings, handoff_tokens, hash_ahead)
+    def hold_prefixes(self, holder: PrefixHolder) -> None:
+        """From now on other engines may fetch what is in this engine's cache (SchedulerHalf)."""
+        self._holdings.holder = holder

@@ -146,6 +146,8 @@ class Landed:
     difference: str = ""
     """How prefill's prompt differs from ours, with the remedy; "" if it is the same. If it differs, `arrived` is at
     most what they have in common, and the first token that prefill chose is not for our prompt (R51)."""
+    source: str = ""
+    """The engine that held it, if it was fetched; "" after a hand-off. The scheduler half fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class Failed:
     reason: str
     arrived: TokenRange
     """What did arrive whole and valid, from `wanted.start` on; it may be empty."""
+    source: str = ""
+    """As in Landed."""
 
 
 @dataclass(frozen=True, slots=True)

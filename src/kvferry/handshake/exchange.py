@@ -48,6 +48,8 @@ class LocalSide:
     hello: Hello
     fit: Fit
     protocols: ProtocolRange = field(default_factory=ProtocolRange)
+    fetch_obstacle: Callable[[Hello], str] = lambda hello: ""
+    """Says why prefixes cannot be fetched from a peer that fits; "" if they can."""
 
     @property
     def engine(self) -> EngineId:
@@ -70,6 +72,8 @@ class Accepted:
     hello: Hello
     verdict: Verdict
     """The verdict, in which a is this engine and b is the peer."""
+    fetch_obstacle: str = ""
+    """Why prefixes cannot be fetched from the peer; "" if they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +223,10 @@ def _judge_payload(local: LocalSide, envelope: Envelope, protocol: int, answer: 
                 "set the same --transport (with vLLM: transfer.transport) on both sides"
             )
         local.fit(hello)
+        obstacle = local.fetch_obstacle(hello)
     except (MalformedMessage, IncompatiblePeer) as error:
         return Refused(f"{envelope.engine!r} cannot be paired with {str(local.engine)!r}: {error}", *who, answer)
-    return Accepted(*who, protocol, hello, answer)
+    return Accepted(*who, protocol, hello, answer, obstacle)
 
 
 def _envelope(local: LocalSide, kind: Kind, *, protocol: int = 0, payload: bytes = b"", reason: str = "") -> Envelope:

@@ -1,6 +1,6 @@
 """Checks that the layouts of two engines fit: each rank that needs KV is covered by the ranks that have it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.handshake.exchange import Fit
@@ -10,7 +10,7 @@ from kvferry.settings import Role
 from kvferry.wire.hello import Hello
 from kvferry.wire.layout_codec import decode_layout
 
-__all__ = ["layouts_of", "make_fit"]
+__all__ = ["layouts_of", "make_fetch_obstacle", "make_fit"]
 
 
 def layouts_of(hello: Hello) -> tuple[CacheLayout, ...]:
@@ -42,6 +42,22 @@ def make_fit(local: Sequence[CacheLayout], role: Role) -> Fit:
                 _check_windows(pair(local, layout))
 
     return fit
+
+
+def make_fetch_obstacle(local: Sequence[CacheLayout]) -> Callable[[Hello], str]:
+    """Returns a function that says why this engine cannot fetch prefixes from a peer, whatever their roles; "" if it
+    can. It raises nothing for a payload that `fit` has accepted."""
+
+    def obstacle(peer: Hello) -> str:
+        remote = layouts_of(peer)
+        try:
+            for layout in local:
+                _check_windows(pair(remote, layout))
+        except IncompatiblePeer as error:
+            return str(error)
+        return ""
+
+    return obstacle
 
 
 def _check_windows(pairing: Pairing) -> None:

@@ -180,6 +180,7 @@ class Handshaker:
                 address=address,
                 protocol=accepted.protocol,
                 notes=accepted.verdict.notes(),
+                fetch_obstacle=accepted.fetch_obstacle,
             )
             if replaced is not None:
                 self._gone.append(

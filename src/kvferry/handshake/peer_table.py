@@ -71,6 +71,8 @@ class Peer:
     """The protocol version that is spoken with an ACCEPTED peer."""
     reason: str = ""
     """Why the peer is REFUSED or LOST, with the remedy."""
+    fetch_obstacle: str = ""
+    """Why prefixes cannot be fetched from an ACCEPTED peer; "" if they can."""
     notes: tuple[str, ...] = ()
     """The differences that are bridged with an ACCEPTED peer (Verdict.notes)."""
     since_s: float = 0.0
@@ -207,6 +209,7 @@ class PeerTable:
         address: str,
         protocol: int,
         notes: tuple[str, ...] = (),
+        fetch_obstacle: str = "",
     ) -> Incarnation | None:
         """Records that the pair fits. Returns the incarnation that this one replaces, which must be disconnected."""
         with self._lock:
@@ -221,6 +224,7 @@ class PeerTable:
                 incarnation=incarnation,
                 address=address,
                 protocol=protocol,
+                fetch_obstacle=fetch_obstacle,
                 notes=notes,
                 since_s=now_s,
                 # A request named another incarnation than the one that answered: do not ask for it again at once.

@@ -47,6 +47,7 @@ _ROWS = (
         vllm_values={"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"},
         change=Change.EITHER,
         complement=True,
+        lacking="the two hand nothing over to each other, and each may fetch prefixes that the other holds",
     ),
     FactSpec(
         name="transfer.mode",

@@ -16,6 +16,7 @@ from kvferry.handshake.table import FACTS
 from kvferry.handshake.table_speculation import speculative_config
 from kvferry.handshake.values import FactValue, canonical
 from kvferry.settings import Role
+from kvferry.wire.versions import FIND
 
 __all__ = ["Row", "Side", "Verdict", "VerdictKind", "is_strict", "show", "verdict"]
 
@@ -190,11 +191,17 @@ def _kind(name: str, spec: FactSpec | None, a: Facts, b: Facts, strict: bool) ->
     if spec is not None:
         if strict and spec.strict:
             return FactKind.MUST_MATCH
-        if _may_lack(spec, a, b):
+        if _may_lack(spec, a, b) or (spec.complement and _may_fetch(a, b)):
             return FactKind.BRIDGED
         if spec.settled_by is None or not (spec.settled_by in a and spec.settled_by in b):
             kinds.append(spec.kind)
     return min(kinds, key=list(FactKind).index)
+
+
+def _may_fetch(a: Facts, b: Facts) -> bool:
+    """Whether the two may at least fetch prefixes from each other (R39): for that no role is needed."""
+    protocols = (a.get("protocol"), b.get("protocol"))
+    return all(isinstance(newest, int) and newest >= FIND for newest in protocols)
 
 
 def _may_lack(spec: FactSpec, a: Facts, b: Facts) -> bool:

@@ -11,9 +11,12 @@ user) can make the listener hold many frames at once.
 
 import logging
 import resource
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.clock import Clock, MonotonicClock
 from kvferry.errors import ConfigError
 from kvferry.settings import SideChannelSettings
+from kvferry.sidechannel.late_answer import LateAnswer
 from kvferry.sidechannel.rate_limit import RateLimit
 from kvferry.sidechannel.shared_key import load_key, require_key
 from kvferry.wire.envelope import Envelope, Kind, encode_envelope
@@ -29,8 +33,9 @@ __all__ = ["MAX_TOKEN_BYTES", "OnEnvelope", "SideChannelServer", "SideChannelSta
 
 logger = logging.getLogger(__name__)
 
-OnEnvelope = Callable[[bytes, str], bytes]
-"""Maps (message, peer's address) to the answer. It is called on the listener's thread, and should take milliseconds."""
+OnEnvelope = Callable[[bytes, str], bytes | LateAnswer]
+"""Maps (message, peer's address) to the answer, or to one that is given later. It is called on the listener's thread,
+and should take milliseconds."""
 
 MAX_TOKEN_BYTES = 16
 _GREETING_MS = 3000
@@ -81,6 +86,10 @@ class SideChannelServer:
         self._max_connections = min(settings.max_peers, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._late: deque[tuple[bytes, bytes, bytes]] = deque()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
         self._context = zmq.Context()
         self._context.linger = 0
         try:
@@ -93,6 +102,7 @@ class SideChannelServer:
             self._socket = self._bind()
         except BaseException:
             self._context.destroy(linger=0)
+            self._close_wakers()
             raise
 
     @property
@@ -125,6 +135,11 @@ class SideChannelServer:
             self._thread.join()
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
+        self._close_wakers()
+
+    def _close_wakers(self) -> None:
+        self._woken.close()
+        self._waker.close()
 
     def _bind(self) -> "zmq.Socket[bytes]":
         settings = self._settings
@@ -158,7 +173,7 @@ class SideChannelServer:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for sock in (self._stop_in, self._zap, self._monitor, self._socket):
+        for sock in (self._stop_in, self._zap, self._monitor, self._socket, self._woken):
             poller.register(sock, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -169,6 +184,8 @@ class SideChannelServer:
                     self._count_connection()
                 if self._zap in ready:
                     self._admit()
+                if self._woken.fileno() in ready:
+                    self._send_late_answers()
                 if self._socket in ready:
                     self._answer()
             except zmq.ZMQError as error:
@@ -212,17 +229,40 @@ class SideChannelServer:
             reply = self._busy
         else:
             try:
-                reply = self._on_envelope(body.bytes, address)
+                answer = self._on_envelope(body.bytes, address)
+                if isinstance(answer, LateAnswer):
+                    answer.then(partial(self._answer_later, identity.bytes, token.bytes))
+                    return
+                reply = answer
                 self._count(answered=1)
             except Exception:
                 # A bug of ours may cost this peer its answer, but must not end the listener for all others.
                 self._count(failed=1)
                 logger.exception("side channel: the handler failed address=%s", address)
                 reply = self._broken
+        self._send(identity.bytes, token.bytes, reply)
+
+    def _send(self, identity: bytes, token: bytes, reply: bytes) -> None:
         try:
-            self._socket.send_multipart([identity.bytes, token.bytes, reply], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, token, reply], zmq.NOBLOCK)
         except zmq.Again:
             self._count(failed=1)  # the peer does not read its answers
+
+    def _answer_later(self, identity: bytes, token: bytes, reply: bytes) -> None:
+        """Called on any thread."""
+        self._late.append((identity, token, reply))
+        try:
+            self._waker.send(b"\0")
+        except BlockingIOError:
+            pass  # it is awake already
+        except OSError:
+            logger.debug("an answer came after the listener was closed")
+
+    def _send_late_answers(self) -> None:
+        self._woken.recv(4096)
+        while self._late:
+            self._count(answered=1)
+            self._send(*self._late.popleft())
 
 
 def _address(frame: zmq.Frame) -> str:

@@ -27,12 +27,14 @@ HEADER_PREFIX = "x-kvferry-"
 class Served(msgspec.Struct, frozen=True, kw_only=True):
     """How one request was served: where the KV of each prompt token came from, at what cost, and by which engines.
 
-    It is the `kvferry` object of a response body. handed_over + cached + computed = number of prompt tokens: each
-    prompt counts once, whatever `n` is. In prefill's answer to a hand-off, the last tokens may be left to decode.
+    It is the `kvferry` object of a response body. handed_over + fetched + cached + computed = number of prompt tokens:
+    each prompt counts once, whatever `n` is. In prefill's answer to a hand-off, the last tokens may be left to decode.
     """
 
     handed_over: int = 0
     """Prompt tokens whose KV another engine computed and handed over."""
+    fetched: int = 0
+    """Prompt tokens whose KV another engine held already, and that were fetched from there (`source`)."""
     cached: int = 0
     """Prompt tokens found in the prefix cache of the engine that answered."""
     computed: int = 0
@@ -56,6 +58,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Contiguous pieces that were moved."""
     verified: int = 0
     """Pieces of KV that were compared with prefill's by digest."""
+    source: str = ""
+    """The engine from which tokens were fetched."""
     mode: TransferMode | None = None
     """None: no hand-off was requested."""
     prefill: str | None = None
@@ -79,6 +83,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         timing = timing or HandoffTiming()
         return cls(
             handed_over=account.handed_over,
+            fetched=account.fetched,
+            source=account.source,
             cached=account.cached,
             computed=account.recomputed,
             recomputed=account.recomputed,
@@ -110,6 +116,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         """
         values: dict[str, object] = {
             "handed-over": self.handed_over if complete else None,
+            "fetched": self.fetched if complete and self.fetched else None,
+            "source": self.source,
             "cached": self.cached if complete else None,
             "computed": self.computed if complete else None,
             "recomputed": self.recomputed if complete else None,

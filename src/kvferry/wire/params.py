@@ -13,7 +13,10 @@ from kvferry.errors import RequestError
 from kvferry.settings import TransferMode
 from kvferry.wire.handoff_messages import MAX_ID_CHARS
 
-__all__ = ["HandoffParams"]
+__all__ = ["MAX_SOURCES", "HandoffParams", "Source"]
+
+MAX_SOURCES = 8
+"""The most engines that a request may fetch from."""
 
 _Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
@@ -26,6 +29,17 @@ _BOUNDS = {
     "first_token": _INT32,
 }
 """The range of each number: no router can lead a peer beyond what its tensors and sockets hold."""
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that may hold KV of the prompt's first tokens (R40). It is a hint: the engine is asked."""
+
+    engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    incarnation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """About how many tokens it holds; None if that is not known."""
 
 
 class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
@@ -61,11 +75,15 @@ class HandoffParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Fal
     first_logprob: float | None = None
     first_top_logprobs: list[tuple[int, float]] | None = None
     """The likeliest tokens at that position and their log probabilities, if the request asked for them."""
+    sources: Annotated[list[Source], msgspec.Meta(max_length=MAX_SOURCES)] | None = None
+    """Engines to fetch the prompt's first tokens from, the best one first, instead of computing them."""
 
     def to_dict(self) -> dict[str, object]:
         """Returns the parameters as a dict that is ready for JSON."""
         result = msgspec.to_builtins(self)
         assert isinstance(result, dict), "a Struct becomes a dict"
+        if self.sources is None:
+            del result["sources"]  # only a request has them
         return result
 
     @classmethod

@@ -31,6 +31,7 @@ __all__ = [
     "Prompt",
     "StatedPrompt",
     "pack_tokens",
+    "unpack_tokens",
 ]
 
 UNIT_TOKENS = 64
@@ -83,6 +84,8 @@ class Prompt:
     packed: bytes
     """The token ids, as `pack_tokens` returns them."""
     salt: bytes = _NO_SALT
+    salt_text: str = field(default="", compare=False)
+    """The salt itself, for an engine whose block hashes need it."""
     _digest: bytes = field(default=b"", compare=False, repr=False)
 
     @classmethod
@@ -90,7 +93,7 @@ class Prompt:
         """Packs the tokens, if the caller has not `packed` them. `salt` is everything else that their KV depends on; ""
         for nothing."""
         salted = hashlib.sha256(salt.encode()).digest()[:DIGEST_BYTES] if salt else _NO_SALT
-        return cls(packed or pack_tokens(token_ids), salted)
+        return cls(packed or pack_tokens(token_ids), salted, salt)
 
     @property
     def num_tokens(self) -> int:
@@ -183,3 +186,8 @@ def _unit_for(num_tokens: int) -> int:
     while num_tokens // unit > MAX_LINKS and unit < _MAX_UNIT:
         unit *= 2
     return unit
+
+
+def unpack_tokens(packed: bytes) -> Sequence[int]:
+    """Returns the token ids that `pack_tokens` packed."""
+    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}i", packed)

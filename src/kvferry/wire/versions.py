@@ -11,6 +11,7 @@ from kvferry.errors import ConfigError
 __all__ = [
     "BINDING",
     "DOORBELL",
+    "FIND",
     "HISTORY",
     "PROTOCOL_MAX",
     "PROTOCOL_MIN",
@@ -24,6 +25,7 @@ HISTORY: dict[int, str] = {
     2: "payload: ranks are arrays and the transport is named once; capabilities and the side-channel address are added",
     3: "hand-off messages: renewals and their acknowledgements may name their sender's doorbell",
     4: "hand-off messages: claims and registrations state the prompt, and grants and writes say how far it is the same",
+    5: "side channel: Find and Found, by which an engine asks another for KV that it holds; engines of one role pair",
 }
 """Maps each version to what it changed, one line per version. The meaning of a line never changes."""
 
@@ -32,6 +34,9 @@ DOORBELL = 3
 
 BINDING = 4
 """The first version in which hand-offs are bound to their tokens (R51)."""
+
+FIND = 5
+"""The first version in which engines ask each other for KV that they hold (R39)."""
 
 PROTOCOL_MIN = min(HISTORY)
 """The oldest version that this code still speaks."""

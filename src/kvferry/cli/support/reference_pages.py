@@ -58,6 +58,7 @@ SETTINGS: tuple[tuple[str, type], ...] = (
     ("transfer", settings.TransferSettings),
     ("lease", settings.LeaseSettings),
     ("side_channel", settings.SideChannelSettings),
+    ("fetch", settings.FetchSettings),
     ("engine", EngineSettings),
     ("speculation", SpeculationSettings),
     ("router", RouterSettings),

@@ -5,7 +5,7 @@ import re
 from kvferry.cli.support.router_flags import router_flag_names
 from kvferry.cli.support.worker_flags import FLAGS
 from kvferry.engines.mini.settings import EngineSettings
-from kvferry.settings import LeaseSettings, SideChannelSettings, TransferSettings
+from kvferry.settings import FetchSettings, LeaseSettings, SideChannelSettings, TransferSettings
 
 __all__ = ["with_flags"]
 
@@ -13,6 +13,7 @@ _PREFIXES = {
     EngineSettings: "",
     TransferSettings: "transfer.",
     LeaseSettings: "lease.",
+    FetchSettings: "fetch.",
     SideChannelSettings: "side_channel.",
 }
 _NAME = re.compile(r"(?<![\w.])(?:(?:transfer|lease|side_channel|router)\.)?[a-z][a-z0-9_]*(?==)")

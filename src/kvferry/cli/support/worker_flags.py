@@ -19,6 +19,7 @@ from kvferry.errors import ConfigError
 from kvferry.settings import (
     FailurePolicy,
     FerrySettings,
+    FetchSettings,
     LeaseSettings,
     OlderPeers,
     SideChannelSettings,
@@ -104,6 +105,8 @@ FLAGS = (
     Flag("handshake-timeout", SideChannelSettings, "timeout_s", float),
     Flag("key-file", SideChannelSettings, "key_file", str),
     Flag("protocol-max", SideChannelSettings, "protocol_max", int),
+    Flag("fetch-share", FetchSettings, "share", float),
+    Flag("fetch-answer-within", FetchSettings, "answer_s", float),
 )
 
 
@@ -176,6 +179,7 @@ def ferry_settings(args: argparse.Namespace) -> FerrySettings:
         transfer=TransferSettings(**_given(args, TransferSettings)),
         lease=LeaseSettings(**_given(args, LeaseSettings)),
         side_channel=SideChannelSettings(**_given(args, SideChannelSettings)),
+        fetch=FetchSettings(**_given(args, FetchSettings)),
         strict=args.strict,
     )
 

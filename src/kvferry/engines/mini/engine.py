@@ -135,11 +135,15 @@ class Engine:
         self._handoff_results = HandoffResults(
             self._requests, self.scheduler, self._clock, vocab_size=self.model.config.vocab_size
         )
-        executor.on_report(lambda: self._wake())
+        executor.on_report(self.wake)
 
     def on_wake(self, wake: Callable[[], None]) -> None:
         """Calls `wake`, on another thread, whenever `has_work` becomes true without a call to this engine."""
         self._wake = wake
+
+    def wake(self) -> None:
+        """Lets whoever waits for work look again. Any thread may call it."""
+        self._wake()
 
     # Requests come and go
 

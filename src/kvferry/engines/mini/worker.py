@@ -109,6 +109,7 @@ class Worker:
             connector=self._scheduler_half,
             revive=self._revive if revives else None,
         )
+        self.connector.on_question(self.engine.wake)
         self._log("worker ready")
 
     def _start_worker_halves(self, executor: Executor) -> list[RankRecord]:

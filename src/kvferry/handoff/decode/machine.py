@@ -102,7 +102,9 @@ class DecodeMachine:
             if receive.pull:
                 self._heartbeats.add(peer, order.transfer, now_s)
             self._outgoing.ask(receive, source, now_s)
-        if not receive.sources:
+        if not receive.sources and len(order.wanted):
+            self._wind_down.fail(receive, f"{order.engine!r} has nothing that this rank needs", now_s)
+        elif not receive.sources:
             self._land(receive, now_s)
         self._advance(receive, now_s)
 

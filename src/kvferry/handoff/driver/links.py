@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm, prod
 
-from kvferry.errors import MalformedMessage
+from kvferry.errors import IncompatiblePeer, MalformedMessage
 from kvferry.ids import EngineId, Incarnation, PeerName, peer_name
 from kvferry.layout.description import CacheKind, CacheLayout, Region
 from kvferry.layout.edge import Edge
@@ -87,9 +87,9 @@ class Link:
     metadata: bytes
     regions: tuple[Region, ...]
     incoming: Flow | None
-    """What it sends us when we decode, or None for nothing."""
+    """What it sends us when we decode or fetch, or None for nothing."""
     outgoing: Flow | None
-    """What we send it when we prefill, or None for nothing."""
+    """What we send it when we prefill, or when it fetches, or None for nothing."""
     host: str = ""
     """The host of its side channel; "" if its hello has none."""
 
@@ -117,12 +117,11 @@ def make_links(
             raise MalformedMessage(f"engine {hello.engine!r} uses transport {rank.transport!r}, we use {transport!r}")
     incoming: dict[int, Flow] = {}
     outgoing: dict[int, Flow] = {}
-    if hello.role is not Role.DECODE:
-        incoming = {edge.source_rank: Flow(edge) for edge in pair(layouts, own_layout).edges}
-    if hello.role is not Role.PREFILL and own_layouts:
-        for layout in layouts:
-            edge = pair(own_layouts, layout).edge_from(own_layout.rank.index)
-            if edge is not None:
+    for edge in _edges(layouts, own_layout, needed=hello.role is not Role.DECODE):
+        incoming[edge.source_rank] = Flow(edge)
+    for layout in layouts if own_layouts else ():
+        for edge in _edges(own_layouts, layout, needed=hello.role is not Role.PREFILL):
+            if edge.source_rank == own_layout.rank.index:
                 outgoing[layout.rank.index] = Flow(edge)
     engine, incarnation = EngineId(hello.engine), Incarnation(hello.incarnation)
     links = [
@@ -137,3 +136,14 @@ def make_links(
         for index, rank in enumerate(hello.ranks)
     ]
     return hello, links
+
+
+def _edges(sources: Sequence[CacheLayout], destination: CacheLayout, *, needed: bool) -> tuple[Edge, ...]:
+    """Returns the edges to a rank. A way that only fetches of prefixes would go (R39) need not exist; the handshake has
+    noted that (handshake.fit)."""
+    try:
+        return pair(sources, destination).edges
+    except IncompatiblePeer:
+        if needed:
+            raise
+        return ()

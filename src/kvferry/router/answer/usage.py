@@ -18,8 +18,8 @@ _COMPLETION = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
 _TAIL_BYTES = 4096
 """The usage is in the last bytes of a body, or of the last event but one."""
 _NULL = msgspec.Raw(b"null")
-_NUMBERS = ("handed_over", "cached", "computed", "recomputed")
-_WORDS = ("route", "prefill", "decode", "mode", "why")
+_NUMBERS = ("handed_over", "fetched", "cached", "computed", "recomputed")
+_WORDS = ("route", "prefill", "decode", "mode", "source", "why")
 
 
 class TokenCounter:

@@ -10,7 +10,12 @@ from kvferry.router.fleet.workers import Fleet
 __all__ = ["RouterMetrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_SOURCES = {"handed_over": "x-kvferry-handed-over", "cached": "x-kvferry-cached", "recomputed": "x-kvferry-recomputed"}
+_SOURCES = {
+    "handed_over": "x-kvferry-handed-over",
+    "fetched": "x-kvferry-fetched",
+    "cached": "x-kvferry-cached",
+    "recomputed": "x-kvferry-recomputed",
+}
 
 
 class RouterMetrics:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.connector.base import EngineIdentity
+from kvferry.connector.by_mode import make_scheduler
 from kvferry.connector.peers import PeerStatus, PeerView
-from kvferry.connector.scheduler import make_scheduler
 from kvferry.engines.mini.api import Output
 from kvferry.engines.mini.cache.pool import KVCache
 from kvferry.engines.mini.engine import Engine

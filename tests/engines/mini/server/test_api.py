@@ -185,7 +185,8 @@ async def test_decode_reports_how_the_prompt_was_served(url: str) -> None:  # R3
     handoff = {"do_remote_prefill": True, "transfer_id": "t1", "remote_engine_id": "p0", "transfer_mode": "pull"}
     body: dict[str, Any] = {"model": "tiny", "prompt": "Hello", "max_tokens": 2, "kv_transfer_params": handoff}
     expected = {
-        "handed_over": 4, "cached": 0, "computed": 1, "recomputed": 1, "computed_again": 0, "why": "",
+        "handed_over": 4, "fetched": 0, "source": "", "cached": 0, "computed": 1, "recomputed": 1,
+        "computed_again": 0, "why": "",
         "bytes": 1000, "transfer_ms": 2.0, "wait_ms": 3.0,
         "grant_ms": 0.0, "runs": 2, "verified": 0, "mode": "pull", "prefill": "p0", "decode": "scripted",
     }  # fmt: skip

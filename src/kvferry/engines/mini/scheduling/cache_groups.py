@@ -49,8 +49,10 @@ class Groups:
         chunk_tokens: int,
         prefix_caching: bool,
         extra_window_tokens: int = 0,
+        trailing_dependency: int = 0,
     ) -> None:
-        """`chunk_tokens`: the most tokens that one request computes in a step. `extra_window_tokens`: see R34."""
+        """`chunk_tokens`: the most tokens that one request computes in a step. `extra_window_tokens`: see R34.
+        `trailing_dependency`: how many tokens after a block influence its content (MTP)."""
         self.specs = tuple(specs)
         self.all_full = all(spec.kind is CacheKind.FULL for spec in specs)
         self.has_state = any(spec.kind is CacheKind.STATE for spec in specs)
@@ -59,6 +61,7 @@ class Groups:
         self._chunk = chunk_tokens
         self._caching = prefix_caching
         self._extra = extra_window_tokens
+        self._trailing = trailing_dependency
         self._states = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.STATE]
         self._windows = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.WINDOW]
         self._full = [i for i, spec in enumerate(specs) if spec.kind is CacheKind.FULL]
@@ -117,6 +120,17 @@ class Groups:
                 return self._hit(hashes, count, count * self._size, states=True)
             count = fewer if fewer < count else count - 1
         return self.nothing()
+
+    def usable(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Returns those of the first of these blocks whose cached content does not depend on what follows here."""
+        if not self._trailing:
+            return hashes
+        # What the drafter keeps of the last block depends on the tokens after it, which may differ.
+        return hashes[: max(0, (self.find(hashes).num_tokens - self._trailing) // self._size)]
+
+    def find_for_others(self, hashes: Sequence[BlockHash]) -> PrefixHit:
+        """Returns the longest prefix after which another engine can continue, whatever tokens follow there."""
+        return self.find(self.usable(hashes))
 
     def find_before(self, hashes: Sequence[BlockHash], stop: int) -> PrefixHit:
         """Returns the longest prefix before `stop` that need not be handed over by the engine with the tokens up to

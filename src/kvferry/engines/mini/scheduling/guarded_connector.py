@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from kvferry.connector.base import Match, Outcome, RequestView, SchedulerHalf, StepOrders, StepReport
+from kvferry.connector.base import Match, Outcome, PrefixHolder, RequestView, SchedulerHalf, StepOrders, StepReport
 from kvferry.engines.mini.api import FinishReason
 from kvferry.engines.mini.scheduling.output import Finish
 from kvferry.engines.mini.scheduling.request import Request
@@ -127,6 +127,10 @@ class GuardedConnector:
     def decline(self, params: HandoffParams, reason: str) -> None:
         """Implements SchedulerHalf."""
         self._half.decline(params, reason)
+
+    def hold_prefixes(self, holder: PrefixHolder) -> None:
+        """Implements SchedulerHalf."""
+        self._half.hold_prefixes(holder)
 
     def build_orders(self) -> StepOrders:
         """Implements SchedulerHalf."""

@@ -67,6 +67,7 @@ class HandoffResults:
                 follow_up.broken.append((request, error))
         for transfer in outcome.released:
             self._scheduler.blocks.release(transfer)
+            self._scheduler.holder.released(transfer)
         return follow_up
 
     def checked(self, first: FirstToken | None, request: Request) -> FirstToken | None:
@@ -79,7 +80,8 @@ class HandoffResults:
     def _fail(self, request: Request, failed: Failed, outcome: Outcome, follow_up: FollowUp) -> None:
         """Lets a request go on without its hand-off, or end, as its policy says."""
         logger.warning("hand-off failed request=%s reason=%s", request.request_id, failed.reason)
-        request.handoff_open, request.handoff_over = False, True
+        # A request that fetches may ask its next source: the connector says when there is none.
+        request.handoff_open, request.handoff_over = False, request.from_remote
         request.reason = failed.reason
         if failed in outcome.fatal:
             self._scheduler.blocks.hold(failed.transfer, request.block_ids)
@@ -104,11 +106,19 @@ class HandoffResults:
         arrived = usable // size * size
         if failed.arrived.start <= request.num_computed < arrived:
             request.num_computed = arrived
-            request.sources.handed_over(arrived)
+            self._count(request, arrived, failed.source)
+        request.handoff_over = True
         for held in request.blocks:
             follow_up.blocks_to_clear += held.ids[request.num_computed // size :]
         self._scheduler.run(request)
         self._scheduler.landed(request)
+
+    def _count(self, request: Request, stop: int, source: str) -> None:
+        """Records that the tokens before `stop` have come from another engine."""
+        if source:
+            request.sources.fetched(stop, source)
+        else:
+            request.sources.handed_over(stop)
 
     def _restart(self, request: Request) -> None:
         """Returns a request to the queue: it gives up its blocks, which no peer uses, and computes what is not
@@ -153,8 +163,10 @@ class HandoffResults:
         self._scheduler.run(request)
         if nothing_to_compute:
             request.num_computed -= 1  # the first token is chosen from the logits of the last prompt token
-        request.sources.handed_over(request.num_computed)
-        if request.num_computed < request.num_prompt_tokens:
+        self._count(request, request.num_computed, landed.source)
+        if not request.from_remote:
+            request.reason = landed.difference
+        elif request.num_computed < request.num_prompt_tokens:
             missing = request.num_prompt_tokens - request.num_computed
             request.reason = (
                 landed.difference

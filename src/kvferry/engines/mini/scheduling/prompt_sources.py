@@ -14,6 +14,7 @@ __all__ = ["PromptSources"]
 class _Source(Enum):
     CACHED = "cached"
     HANDED_OVER = "handed over"
+    FETCHED = "fetched"
     COMPUTED = "computed"
 
 
@@ -28,6 +29,7 @@ class PromptSources:
         self._num_computed = 0
         """How many prompt tokens were part of a step; those of two steps count twice."""
         self._final = False
+        self._source = ""
 
     def admitted(self, num_cached: int) -> None:
         """The request has blocks, in which the first `num_cached` tokens are in the prefix cache.
@@ -41,6 +43,11 @@ class PromptSources:
     def handed_over(self, stop: int) -> None:
         """The tokens before `stop` that were not there yet have come from another engine."""
         self._extend(stop, _Source.HANDED_OVER)
+
+    def fetched(self, stop: int, source: str) -> None:
+        """The tokens before `stop` that were not there yet were fetched from the engine `source`."""
+        self._source = source
+        self._extend(stop, _Source.FETCHED)
 
     def computed(self, start: int, stop: int) -> None:
         """A step has computed the tokens [start, stop)."""
@@ -60,6 +67,8 @@ class PromptSources:
             start = stop
         return PromptAccount(
             handed_over=counts[_Source.HANDED_OVER],
+            fetched=counts[_Source.FETCHED],
+            source=self._source if counts[_Source.FETCHED] else "",
             cached=counts[_Source.CACHED],
             recomputed=counts[_Source.COMPUTED],
             computed_again=self._num_computed - counts[_Source.COMPUTED],

@@ -161,6 +161,11 @@ class Request:
         return self.handoff is not None and self.handoff.do_remote_prefill
 
     @property
+    def takes_kv(self) -> bool:
+        """Whether KV of the prompt may come from another engine: by a hand-off, or fetched from one that holds it."""
+        return self.from_remote or (self.handoff is not None and bool(self.handoff.sources))
+
+    @property
     def for_remote(self) -> bool:
         """Whether another engine will decode (this engine is prefill)."""
         return self.handoff is not None and self.handoff.do_remote_decode

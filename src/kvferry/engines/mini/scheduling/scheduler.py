@@ -25,6 +25,7 @@ from kvferry.engines.mini.scheduling.batch import ScheduledChunk, StepPlan
 from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
 from kvferry.engines.mini.scheduling.cache_groups import Groups, PrefixHit
 from kvferry.engines.mini.scheduling.overtaking import Overtaking
+from kvferry.engines.mini.scheduling.prefix_holder import PrefixHolder
 from kvferry.engines.mini.scheduling.request import Request, State
 from kvferry.ids import RequestId, TransferId
 from kvferry.layout.description import CacheGroup
@@ -66,7 +67,12 @@ class Scheduler:
             chunk_tokens=max_batch_tokens,
             prefix_caching=prefix_caching,
             extra_window_tokens=extra_window_tokens(lookahead, trailing_dependency),
+            trailing_dependency=trailing_dependency,
         )
+        self.holder = PrefixHolder(blocks, self.groups, block_tokens=block_tokens)
+        """What is kept for engines that fetch from this one."""
+        if connector is not None:
+            connector.hold_prefixes(self.holder)
         self.block_tokens = block_tokens
         self.waiting: list[Request] = []
         self.waiting_for_kv: dict[RequestId, Request] = {}
@@ -259,6 +265,7 @@ class Scheduler:
                 continue
             num_missing = self.blocks.num_missing(hit.block_ids, sum(counts))
             if num_missing:
+                self._take_back(num_missing)
                 self._overtaking.no_room(request, num_missing, [*self.running, *self.waiting_for_kv.values()], now_s)
                 num_skipped += 1
                 continue
@@ -274,6 +281,12 @@ class Scheduler:
                 stop = self._cut(request, request.num_computed + min(request.num_uncomputed, budget))
                 if self._grow(request, stop, plan):
                     budget -= self._add_chunk(plan, request, stop, budget)
+
+    def _take_back(self, num_blocks: int) -> None:
+        """Gives up what is kept for other engines, so that a request of ours has room as soon as they have let go."""
+        for transfer in self.holder.give_up(num_blocks):
+            assert self._connector is not None, "only a connector holds prefixes"
+            self._connector.withdraw(transfer, "the engine that holds it needs its blocks")
 
     def _look_up(self, request: Request) -> tuple[PrefixHit, Match, int | None, list[int]]:
         """Returns what the prefix cache has of a request, what the connector offers, up to which token KV is handed
@@ -292,7 +305,7 @@ class Scheduler:
 
     def _find(self, request: Request, hashes: Sequence[BlockHash]) -> tuple[PrefixHit, Match, int | None]:
         """Returns the first three of `_look_up`, if the prefix cache may be used for blocks with these hashes."""
-        asks = self._connector is not None and request.from_remote and not request.handoff_over
+        asks = self._connector is not None and request.takes_kv and not request.handoff_over
         # At least one token must be computed, to choose the next one from its logits; unless the other engine has
         # chosen that, or will.
         free = request.num_deferred or (asks and request.first_token is not None)
@@ -301,11 +314,8 @@ class Scheduler:
             if self._prefix_caching
             else []
         )
+        usable = self.groups.usable(usable)
         here = self.groups.find(usable)
-        if self.trailing_dependency and here.num_tokens:
-            # What the drafter keeps of the last block depends on the tokens after it, which may differ here.
-            usable = usable[: max(0, (here.num_tokens - self.trailing_dependency) // self.block_tokens)]
-            here = self.groups.find(usable)
         if not asks:
             return here, Match(), None
         hit, match = here, self._match(request, here)
@@ -326,7 +336,7 @@ class Scheduler:
 
     def _start(self, request: Request, match: Match, remote_stop: int | None, plan: StepPlan) -> None:
         request.sources.admitted(request.num_computed)
-        asks = self._connector is not None and request.from_remote and not request.handoff_over
+        asks = self._connector is not None and request.takes_kv and not request.handoff_over
         if asks and (match.num_tokens or not match.reason):
             assert self._connector is not None, "asks"
             tables = request.tables_at(request.num_computed if remote_stop is None else remote_stop)
@@ -339,7 +349,7 @@ class Scheduler:
             return
         if asks:
             request.reason = match.reason
-            if request.num_uncomputed > 0 and not match.reason:
+            if request.from_remote and request.num_uncomputed > 0 and not match.reason:
                 request.reason = self.tail_reason(request) or (
                     f"prefill offered no token beyond the {request.num_computed} that were cached here"
                 )

@@ -59,7 +59,7 @@ class WorkerMetrics:
             "kvferry_peer_refused", "1 for each peer that is refused now", ["peer", "reason"], registry=registry
         )
         self._engine: dict[str, Gauge] = {}
-        for source in ("handed_over", "cached", "recomputed"):
+        for source in ("handed_over", "fetched", "cached", "recomputed"):
             self._prompt_tokens.labels(source)
 
     def on_status(self, endpoint: str, status: int) -> None:
@@ -73,6 +73,7 @@ class WorkerMetrics:
     def on_answer(self, served: Served, num_tokens: int, after_s: float, *, asked_handoff: bool) -> None:
         """Counts a request that was answered completely."""
         self._prompt_tokens.labels("handed_over").inc(served.handed_over)
+        self._prompt_tokens.labels("fetched").inc(served.fetched)
         self._prompt_tokens.labels("cached").inc(served.cached)
         self._prompt_tokens.labels("recomputed").inc(served.recomputed)
         self._computed_again.inc(served.computed_again)

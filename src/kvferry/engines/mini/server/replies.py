@@ -144,14 +144,14 @@ class Reply(ABC):
         return self.served().headers(complete=all(choice.account is not None for choice in firsts))
 
     def usage(self) -> dict[str, Any]:
-        """Returns the usage: each prompt counts once. `cached_tokens` counts tokens cached here or handed over."""
+        """Returns the usage: each prompt counts once. `cached_tokens` counts all that was not computed here."""
         served = self.served()
         num_completion = sum(len(choice.token_ids) for choice in self.choices)
         return {
             "prompt_tokens": self._job.num_prompt_tokens,
             "completion_tokens": num_completion,
             "total_tokens": self._job.num_prompt_tokens + num_completion,
-            "prompt_tokens_details": {"cached_tokens": served.cached + served.handed_over},
+            "prompt_tokens_details": {"cached_tokens": served.cached + served.fetched + served.handed_over},
         }
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -269,6 +269,8 @@ class ChatReply(Reply):
 def _sum_accounts(accounts: list[PromptAccount], others: list[PromptAccount]) -> PromptAccount:
     return PromptAccount(
         handed_over=sum(one.handed_over for one in accounts),
+        fetched=sum(one.fetched for one in accounts),
+        source=next((one.source for one in accounts if one.source), ""),
         cached=sum(one.cached for one in accounts),
         recomputed=sum(one.recomputed for one in accounts),
         computed_again=sum(one.computed_again for one in (*accounts, *others)) + sum(one.recomputed for one in others),
