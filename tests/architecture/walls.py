@@ -46,6 +46,7 @@ ROUTER_DISPATCH = ROUTER_UPSTREAM | {
     "router.observe",
     "router.context",
     "router.answer",
+    "router.sources",
 }
 
 ROOMS: Mapping[str, set[str]] = {
@@ -132,6 +133,7 @@ ROOMS: Mapping[str, set[str]] = {
     "router.client_body": GROUND | {"web"},
     "router.fleet": ROUTER | {"handshake"},
     "router.handoff_params": ROUTER | {"router.fleet"},
+    "router.sources": ROUTER | {"router.fleet"},
     "router.upstream": ROUTER | {"router.fleet"},
     "router.observe": ROUTER | {"router.fleet"},
     "router.context": ROUTER_UPSTREAM | {"router.observe"},

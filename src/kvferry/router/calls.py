@@ -24,6 +24,7 @@ from kvferry.router.fleet.outcomes import Outcome
 from kvferry.router.fleet.pair_records import Pair
 from kvferry.router.fleet.worker import BlockReservation, Worker
 from kvferry.router.observe.observer import Field
+from kvferry.router.sources import fetch_sources
 from kvferry.router.upstream.worker_client import check_too_long
 from kvferry.settings import Role
 from kvferry.web.api_errors import request_id_of
@@ -131,7 +132,8 @@ class WorkerCalls:
         began_s = time.monotonic()
         prefill.breaker.began(began_s)
         async with self._context.upstream.post(
-            prefill, self._request.path, self._body.for_prefill(transfer_id, checks_options=checks), headers,
+            prefill, self._request.path,
+            self._body.for_prefill(transfer_id, checks_options=checks, sources=self.sources(prefill)), headers,
             headers_within_s=self._context.settings.prefill_timeout_s,
         ) as response:  # fmt: skip
             if response.status == 400 and self._longer_elsewhere(prefill):
@@ -152,6 +154,10 @@ class WorkerCalls:
         note_prefill(self._context, prefill, answer, self._body, self.prompt, after_s)
         self._context.prefixes.served(self.prompt, prefill, 0)
         return raw, answer
+
+    def sources(self, fetcher: Worker) -> list[dict[str, object]]:
+        """Returns the workers from which this one may fetch the prompt's first tokens."""
+        return fetch_sources(self.prompt, fetcher, self._context.fleet.workers, self._context.settings.fetch)
 
     def _headers(self, stage: str, request_id: str | None = None) -> dict[str, str]:
         asked = self._request.headers

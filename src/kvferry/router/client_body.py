@@ -5,6 +5,7 @@ this module sets.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import msgspec
 
@@ -217,12 +218,17 @@ class ClientBody:
             return "no answer tokens are asked for"
         return None
 
-    def plain(self) -> Parts:
-        """Returns the body as the client sent it, without a hand-off."""
-        return join_fields(self._fields.values)
+    def plain(self, sources: Sequence[dict[str, object]] = ()) -> Parts:
+        """Returns the body as the client sent it, without a hand-off. `sources`: workers to fetch from."""
+        if not sources:
+            return join_fields(self._fields.values)
+        return join_fields(self._fields.values | {"kv_transfer_params": _encode({"sources": sources})})
 
-    def for_prefill(self, transfer_id: str, *, checks_options: bool = False) -> Parts:
-        """Returns the body for prefill: one token, one choice, not streamed, and the request for a hand-off.
+    def for_prefill(
+        self, transfer_id: str, *, checks_options: bool = False, sources: Sequence[dict[str, object]] = ()
+    ) -> Parts:
+        """Returns the body for prefill: one token, one choice, not streamed, and the request for a hand-off. `sources`:
+        workers to fetch from.
 
         `checks_options`: it judges the options of a stream although it does not stream. vLLM refuses them then.
         """
@@ -236,7 +242,8 @@ class ClientBody:
             fields["max_completion_tokens"] = b"1"
         if self._read.min_tokens:
             fields["min_tokens"] = b"1"
-        fields["kv_transfer_params"] = _encode({**_ASK_FOR_HANDOFF, "transfer_id": transfer_id})
+        asked = {**_ASK_FOR_HANDOFF, "transfer_id": transfer_id} | ({"sources": sources} if sources else {})
+        fields["kv_transfer_params"] = _encode(asked)
         return join_fields(fields)
 
     def for_decode(self, params: msgspec.Raw | dict[str, object]) -> Parts:

@@ -166,7 +166,10 @@ class Dispatch:
         return PrefillOutcome(reason="prefill " + reasons)
 
     async def _decode(self, decode: Worker, outcome: PrefillOutcome) -> web.StreamResponse:
-        body = self._body.plain() if outcome.params is None else self._body.for_decode(outcome.params)
+        if outcome.params is None:
+            body = self._body.plain(self._calls.sources(decode) if self._body.num_prompts == 1 else ())
+        else:
+            body = self._body.for_decode(outcome.params)
         route = "pull" if outcome.params is not None else "local" if outcome.local_prefill else "alone"
         headers = self._calls.served_by(route, outcome.prefill, decode, outcome.reason)
         return await self._calls.relay(decode, body, headers, route, prefill=outcome.prefill)

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from kvferry.errors import ConfigError
 
-__all__ = ["FirstToken", "PolicyName", "RouterSettings"]
+__all__ = ["Fetch", "FirstToken", "PolicyName", "RouterSettings"]
 
 _MAY_BE_ZERO = frozenset(
     {"hung_after_s", "room_turn_s", "room_wait_s", "restart_wait_s", "max_waiting", "max_registered", "drain_timeout_s"}
@@ -19,6 +19,13 @@ class PolicyName(StrEnum):
     LEAST_LOADED = "least_loaded"
     POWER_OF_TWO = "power_of_two"
     PREFIX_AWARE = "prefix_aware"
+
+
+class Fetch(StrEnum):
+    """When workers are given sources to fetch from."""
+
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 class FirstToken(StrEnum):
@@ -41,6 +48,10 @@ class RouterSettings:
     local_below: str = "0"
     """If decode's cache lacks fewer than this many tokens of a prompt, decode computes the prompt itself. With `auto`
     the router measures the threshold; with 0 every prompt goes to prefill."""
+
+    fetch: Fetch = Fetch.NEVER
+    """Whether a worker that computes a prompt is given the workers that hold its first tokens, to fetch their KV
+    instead: `always`, or `never`. What a fetch costs is not measured yet, so it is off until you turn it on."""
 
     first_token: FirstToken = FirstToken.PREFILL
     """When a stream begins: with `prefill`, as soon as prefill has the first token; with `decode`, with decode's first

@@ -251,7 +251,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     abilities: tuple[str, ...] = ()
     """Abilities added since the first release: `first-token` (the answer to a hand-off begins with prefill's first
     token, alone in its event), `meet` (POST /v1/kvferry/meet), `prompt-blocks` (prefill returns the hashes of the
-    prompt's blocks on request), `decode-checks` (prefill refuses what decode will refuse)."""
+    prompt's blocks on request), `decode-checks` (prefill refuses what decode will refuse), `fetch` (it gives KV of its
+    cache to other engines, and fetches from the `sources` of a request)."""
     facts: msgspec.Raw = msgspec.Raw(b"null")
     protocol: msgspec.Raw = msgspec.Raw(b"null")
 

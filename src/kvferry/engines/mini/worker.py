@@ -171,7 +171,7 @@ class Worker:
             },
             "room": {"free_blocks": self.engine.blocks.num_free, "waiting": self.engine.stats().waiting},
             "cache": self._cache_mark(),
-            "abilities": ["first-token", "meet", "prompt-blocks", "decode-checks"],
+            "abilities": ["first-token", "meet", "prompt-blocks", "decode-checks", "fetch"],
             "ranks": self._describe_ranks(),
         }
 

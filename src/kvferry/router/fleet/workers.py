@@ -27,7 +27,7 @@ from kvferry.router.fleet.policies import PromptEstimate, make_policy
 from kvferry.router.fleet.prefixes import unpack_hashes
 from kvferry.router.fleet.probes import NotAWorker, ask_what_it_is, ask_which_models
 from kvferry.router.fleet.worker import Cached, Source, Worker, find_conflicts
-from kvferry.router.settings import PolicyName, RouterSettings
+from kvferry.router.settings import Fetch, PolicyName, RouterSettings
 from kvferry.settings import Role
 from kvferry.web.records import WorkerInfo
 
@@ -70,7 +70,7 @@ class Fleet:
             Role.DECODE: make_policy(settings.decode_policy),
         }
         self._prefix_aware = PolicyName.PREFIX_AWARE in (settings.prefill_policy, settings.decode_policy)
-        self._wants_blocks = self._prefix_aware or settings.local_below != "0"
+        self._wants_blocks = self._prefix_aware or settings.local_below != "0" or settings.fetch is not Fetch.NEVER
         self._session: aiohttp.ClientSession | None = None
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._asking: dict[Worker, asyncio.Task[None]] = {}
