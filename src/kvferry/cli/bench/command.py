@@ -23,6 +23,7 @@ BENCHMARKS = {
     "transfer": "GB/s of direct, staged and chosen transfers, compared with one long transfer and memcpy",
     "plan": "nanoseconds and bytes per run of the planner",
     "handoff": "what a hand-off costs, compared with one engine alone",
+    "turns": "a conversation's times to first token, with and without fetching, and on one engine",
     "calibrate": "measures this machine once, so that direct or staged is chosen well",
 }
 ALL = "all"
