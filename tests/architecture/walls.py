@@ -162,7 +162,7 @@ THIRD_PARTY_HOMES: Mapping[str, set[str]] = {
     "aiohttp": {"web", "engines", "router", "cli"},
     "uvloop": {"web"},
     "httptools": {"router"},
-    "prometheus_client": {"engines", "router"},
+    "prometheus_client": {"engines", "router", "cli"},
     "opentelemetry": {"router"},
     "safetensors": {"engines"},
     "tokenizers": {"engines"},

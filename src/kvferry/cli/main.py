@@ -44,7 +44,7 @@ COMMANDS = {
     "plan": "show what would be copied between two layouts",
     "key": "make the key that the engines of a fleet share",
     "sim": "simulate hand-offs with faults, from a seed",
-    "bench": "measure: engine, transfer, plan, handoff, calibrate, or all of them",
+    "bench": "measure: engine, transfer, plan, handoff, turns, calibrate, or all of them",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _WITH_SETTINGS = ("serve", "route", "up", "demo", "facts", "plan", "compare")
