@@ -9,13 +9,14 @@ from kvferry.clock import MonotonicClock
 from kvferry.connector.base import HeldPrefix
 from kvferry.connector.entries import OrdersBuilder
 from kvferry.connector.finding import Finder, Questions
-from kvferry.connector.holdings import Holdings
+from kvferry.connector.holdings import MAX_STEP_BYTES, Holdings
 from kvferry.connector.peers import Asked, Question
 from kvferry.ids import EngineId, Incarnation, TransferId
 from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FetchSettings
 from kvferry.sidechannel.late_answer import LateAnswer
 from kvferry.wire.find import Find, Found, decode_found, encode_find
+from kvferry.wire.prompt_digest import Prompt
 from tests.harness.sidechannels import listening, settings
 from tests.harness.until import until
 
@@ -66,7 +67,7 @@ def test_no_more_questions_of_one_engine_wait_than_the_bound() -> None:  # R39
     questions = Questions(FetchSettings(max_questions=2), lambda: None)
     answers = [questions.ask(encode_find(find(str(i))), ME, accepted) for i in range(3)]
     assert "busy: 2 questions of this engine wait" in said(answers[2]).reason
-    first, second = questions.take()
+    first, second = questions.take(1 << 20)
     first.answer(Found(transfer="0", num_tokens=16))
     assert said(answers[0]).num_tokens == 16
     assert isinstance(questions.ask(encode_find(find("3")), ME, accepted), LateAnswer), "there is room again"
@@ -86,8 +87,8 @@ class Board:
     def poll_finds(self) -> None:
         """There are none."""
 
-    def take_questions(self) -> Sequence[Question]:
-        return self.questions.take()
+    def take_questions(self, max_bytes: int) -> Sequence[Question]:
+        return self.questions.take(max_bytes)
 
     @property
     def num_questions(self) -> int:
@@ -101,13 +102,11 @@ class Holder:
         self.error = error
         self.seen: list[tuple[int, str, int]] = []
 
-    def hold(
-        self, transfer: TransferId, token_ids: Sequence[int], salt: str, *, more_than: int, share: float
-    ) -> HeldPrefix | str:
-        self.seen.append((len(token_ids), salt, more_than))
+    def hold(self, transfer: TransferId, prompt: Prompt, *, more_than: int, share: float) -> HeldPrefix | str:
+        self.seen.append((prompt.num_tokens, prompt.salt_text, more_than))
         if self.error is not None:
             raise self.error
-        return HeldPrefix(48, (BlockTable(0, 0, (3, 4, 5)),)) if len(token_ids) > 48 else "it holds nothing"
+        return HeldPrefix(48, (BlockTable(0, 0, (3, 4, 5)),)) if prompt.num_tokens > 48 else "it holds nothing"
 
 
 def holdings(fetch: FetchSettings, holder: Holder | None) -> tuple[Holdings, Questions]:
@@ -146,6 +145,19 @@ def test_what_is_not_held_is_said_with_the_reason(fetch: FetchSettings, holder: 
     assert made.answer({}, orders) == []
     assert (said(answer).num_tokens, orders.offer) == (0, {})
     assert reason in said(answer).reason
+
+
+def test_a_step_answers_one_question_and_more_only_while_they_are_short() -> None:  # R39: no step waits for a flood
+    made, questions = holdings(FetchSettings(), holder := Holder())
+    sizes = (MAX_STEP_BYTES // 2, MAX_STEP_BYTES, 100, 100, 2 * MAX_STEP_BYTES)  # in tokens: of 4 bytes each
+    for number, size in enumerate(sizes):
+        questions.ask(encode_find(find(str(number), packed=Find.pack(range(size // 4)))), ME, accepted)
+    answered = []
+    while made.num_questions:
+        before = len(holder.seen)
+        made.answer({}, OrdersBuilder())
+        answered.append(len(holder.seen) - before)
+    assert answered == [1, 1, 2, 1]
 
 
 def test_one_transfer_id_is_granted_once() -> None:

@@ -156,12 +156,10 @@ class HeldPrefix:
 class PrefixHolder(Protocol):
     """What an engine does for others that fetch from it (R39). Called on the engine's thread; never blocks."""
 
-    def hold(
-        self, transfer: TransferId, token_ids: Sequence[int], salt: str, *, more_than: int, share: float
-    ) -> HeldPrefix | str:
-        """Keep the longest prefix of these tokens that is in the cache under this salt, until `update` releases the
+    def hold(self, transfer: TransferId, prompt: Prompt, *, more_than: int, share: float) -> HeldPrefix | str:
+        """Keep the longest prefix of a prompt that is in the cache under its salt, until `update` releases the
         transfer. Return the reason if that is not more than `more_than` tokens, or if more than `share` of the cache
-        would be kept for other engines."""
+        would be kept for other engines. The token ids are a peer's: they may be out of the vocabulary."""
         ...
 
 

@@ -120,16 +120,21 @@ class Questions:
         self._on_question()
         return late
 
-    def take(self) -> Sequence[Question]:
-        """Returns the questions that wait, each of them once."""
+    def take(self, max_bytes: int) -> Sequence[Question]:
+        """Returns the questions that wait longest, each of them once: one, and more as long as they have at most
+        `max_bytes` of token ids together."""
+        taken: list[_Waiting] = []
         with self._lock:
-            taken, self._waiting = list(self._waiting), deque()
+            while self._waiting and (not taken or len(self._waiting[0].find.packed) <= max_bytes):
+                taken.append(self._waiting.popleft())
+                max_bytes -= len(taken[-1].find.packed)
         return taken
 
     def refuse_all(self, reason: str) -> None:
         """Answers every question that waits: nothing is found."""
-        for question in self.take():
-            question.answer(Found.nothing(question.find.transfer, reason))
+        while questions := self.take(0):
+            for question in questions:
+                question.answer(Found.nothing(question.find.transfer, reason))
 
     def _closed(self, engine: str) -> None:
         with self._lock:

@@ -16,9 +16,13 @@ from kvferry.ids import RequestId, TransferId
 from kvferry.layout.blocks import TokenRange
 from kvferry.settings import FetchSettings
 from kvferry.wire.find import Find, Found
-from kvferry.wire.prompt_digest import Prompt
+from kvferry.wire.prompt_digest import TOKEN_BYTES, Prompt
 
-__all__ = ["Holdings"]
+__all__ = ["MAX_STEP_BYTES", "Holdings"]
+
+MAX_STEP_BYTES = 4 * 32_768
+"""About how many bytes of token ids are looked up in one step, which takes about a millisecond: a peer that asks for a
+lot waits, and steps go on. One question is always answered."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +41,10 @@ class Holdings:
         return 0 if self._board is None else self._board.num_questions
 
     def answer(self, in_use: Container[TransferId], orders: OrdersBuilder) -> list[PrefillHandoff]:
-        """Answer all questions that wait, and order the offers. Return what is offered now."""
+        """Answer the questions that wait, as many as a step has time for, and order the offers. Return what is offered
+        now."""
         offered: list[PrefillHandoff] = []
-        for question in self._board.take_questions() if self._board is not None else ():
+        for question in self._board.take_questions(MAX_STEP_BYTES) if self._board is not None else ():
             find = question.find
             transfer = TransferId(find.transfer)
             if transfer in in_use or any(transfer == one.transfer for one in offered):
@@ -59,17 +64,15 @@ class Holdings:
         transfer = TransferId(find.transfer)
         if self.holder is None or not self._settings.share:
             return Found.nothing(transfer, "it gives nothing of its cache (fetch.share is 0)")
-        token_ids = find.token_ids[: self._settings.max_tokens]
+        asked = Prompt.of((), find.salt, find.packed[: self._settings.max_tokens * TOKEN_BYTES])
         try:
-            held = self.holder.hold(
-                transfer, token_ids, find.salt, more_than=find.more_than, share=self._settings.share
-            )
+            held = self.holder.hold(transfer, asked, more_than=find.more_than, share=self._settings.share)
         except Exception:
             logger.exception("a question cannot be answered peer=%s transfer=%s", find.engine, transfer)
             return Found.nothing(transfer, "looking it up has failed there")
         if isinstance(held, str):
             return Found.nothing(transfer, held)
-        prompt = Prompt.of(token_ids[: held.num_tokens], find.salt)
+        prompt = Prompt.of((), find.salt, asked.packed[: held.num_tokens * TOKEN_BYTES])
         entry = PrefillHandoff(RequestId(f"fetch {transfer}"), transfer, prompt, finished=True)
         orders.offer[transfer] = Offer(
             transfer=transfer,

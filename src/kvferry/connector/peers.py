@@ -74,8 +74,9 @@ class PrefixBoard(Protocol):
         """Take the answers that have come. Never blocks."""
         ...
 
-    def take_questions(self) -> Sequence[Question]:
-        """Return the questions of other engines that wait, each of them once."""
+    def take_questions(self, max_bytes: int) -> Sequence[Question]:
+        """Return the questions of other engines that wait longest, each of them once: one, and more as long as they
+        have at most `max_bytes` of token ids together."""
         ...
 
     @property

@@ -138,9 +138,9 @@ class Rendezvous:
         """Take the answers that have come (PrefixBoard)."""
         self._finder.poll()
 
-    def take_questions(self) -> Sequence[Question]:
-        """Return the questions of other engines (PrefixBoard)."""
-        return self._questions.take()
+    def take_questions(self, max_bytes: int) -> Sequence[Question]:
+        """Return questions of other engines (PrefixBoard)."""
+        return self._questions.take(max_bytes)
 
     @property
     def num_questions(self) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from kvferry.ids import TransferId
 from kvferry.wire.prompt_digest import TOKEN_BYTES, pack_tokens
 
-__all__ = ["BlockHash", "BlockManager", "chain_hashes", "num_runs"]
+__all__ = ["BlockHash", "BlockManager", "chain_hashes", "hash_packed", "num_runs"]
 
 BlockHash = NewType("BlockHash", bytes)
 """Identifies the tokens of a block and of all blocks before it."""
@@ -44,6 +44,18 @@ def chain_hashes(
     body = packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
     if num_packed < stop:
         body += pack_tokens(tokens[max(start, num_packed) : stop])
+    _chain(known, body, block_tokens, salt)
+
+
+def hash_packed(packed: bytes, block_tokens: int, salt: str = "") -> list[BlockHash]:
+    """Returns one hash per whole block of a prompt that is packed (pack_tokens)."""
+    known: list[BlockHash] = []
+    size = block_tokens * TOKEN_BYTES
+    _chain(known, packed[: len(packed) // size * size], block_tokens, salt)
+    return known
+
+
+def _chain(known: list[BlockHash], body: bytes, block_tokens: int, salt: str) -> None:
     salted = hashlib.sha256(salt.encode()).digest() if salt and not known else b""
     parent = known[-1] if known else HASH_DOMAIN + block_tokens.to_bytes(4, "little") + salted
     size = block_tokens * TOKEN_BYTES

@@ -5,14 +5,13 @@ Life of what is held:  `hold` -> the transfer has the references (BlockManager.h
 If a request of this engine has no room, `give_up` names transfers to be withdrawn.
 """
 
-from collections.abc import Sequence
-
 from kvferry.connector.base import HeldPrefix
-from kvferry.engines.mini.scheduling.block_manager import BlockHash, BlockManager, chain_hashes
+from kvferry.engines.mini.scheduling.block_manager import BlockManager, hash_packed
 from kvferry.engines.mini.scheduling.cache_groups import Groups, PrefixHit
 from kvferry.ids import TransferId
 from kvferry.layout.blocks import BlockTable
 from kvferry.layout.description import CacheKind
+from kvferry.wire.prompt_digest import Prompt
 
 __all__ = ["PrefixHolder"]
 
@@ -33,14 +32,10 @@ class PrefixHolder:
         """The number of references that are held for other engines."""
         return sum(self._held.values())
 
-    def hold(
-        self, transfer: TransferId, token_ids: Sequence[int], salt: str, *, more_than: int, share: float
-    ) -> HeldPrefix | str:
-        """Keeps the longest cached prefix of these tokens (connector.base.PrefixHolder)."""
+    def hold(self, transfer: TransferId, prompt: Prompt, *, more_than: int, share: float) -> HeldPrefix | str:
+        """Keeps the longest cached prefix of a prompt (connector.base.PrefixHolder)."""
         most = int(share * self._blocks.num_usable)
-        hashes: list[BlockHash] = []
-        chain_hashes(hashes, token_ids, self._block_tokens, salt)
-        hit = self._groups.find_for_others(hashes)
+        hit = self._groups.find_for_others(hash_packed(prompt.packed, self._block_tokens, prompt.salt_text))
         if hit.num_tokens <= more_than:
             return f"it holds {hit.num_tokens} of these tokens, and {more_than} are there already"
         if self.num_blocks + len(hit.block_ids) > most:
