@@ -28,7 +28,7 @@ def find(transfer: str = "t", **changes: Any) -> Find:
     return Find(**{**fields, "packed": Find.pack(range(64)), **changes})
 
 
-def accepted(engine: EngineId, incarnation: Incarnation) -> bool:
+def accepted(engine: EngineId, incarnation: Incarnation) -> bool | None:
     return (engine, incarnation) == ("p0", "i1")
 
 
@@ -67,12 +67,25 @@ def test_no_more_questions_of_one_engine_wait_than_the_bound() -> None:  # R39
     questions = Questions(FetchSettings(max_questions=2), lambda: None)
     answers = [questions.ask(encode_find(find(str(i))), ME, accepted) for i in range(3)]
     assert "busy: 2 questions of this engine wait" in said(answers[2]).reason
-    first, second = questions.take(1 << 20)
+    first, second = questions.take(1 << 20, accepted)
     first.answer(Found(transfer="0", num_tokens=16))
     assert said(answers[0]).num_tokens == 16
     assert isinstance(questions.ask(encode_find(find("3")), ME, accepted), LateAnswer), "there is room again"
     questions.refuse_all("the end")
     second.answer(Found(transfer="1"))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_question_waits_while_its_peer_is_being_met(allowed: bool) -> None:  # R39
+    """Both sides may ask each other at once: then the peer has accepted us before we have read its answer."""
+    questions = Questions(FetchSettings(), lambda: None)
+    answer = questions.ask(encode_find(find()), ME, lambda engine, incarnation: None)
+    assert questions.take(1 << 20, lambda engine, incarnation: None) == []
+    assert len(questions) == 1
+    assert len(questions.take(1 << 20, lambda engine, incarnation: allowed)) == allowed
+    assert len(questions) == 0
+    if not allowed:
+        assert "shake hands first" in said(answer).reason
 
 
 class Board:
@@ -88,7 +101,7 @@ class Board:
         """There are none."""
 
     def take_questions(self, max_bytes: int) -> Sequence[Question]:
-        return self.questions.take(max_bytes)
+        return self.questions.take(max_bytes, accepted)
 
     @property
     def num_questions(self) -> int:
@@ -157,7 +170,7 @@ def test_a_step_answers_one_question_and_more_only_while_they_are_short() -> Non
         before = len(holder.seen)
         made.answer({}, OrdersBuilder())
         answered.append(len(holder.seen) - before)
-    assert answered == [1, 1, 2, 1]
+    assert answered == [3, 1, 1]  # the oldest one goes first, and short ones may pass a long one
 
 
 def test_one_transfer_id_is_granted_once() -> None:

@@ -133,7 +133,8 @@ def test_a_worker_that_leaves_says_so_and_one_that_dies_is_forgotten(fleet: Flee
     until(lambda: _usable(fleet.routers["router"]) == {"p", "d"}, "it is known again", within_s=5.0)
     answer = complete(fleet.url, prompt := a_prompt(33, 9), max_tokens=4, ignore_eos=True)
     assert answer.whole, answer
-    assert answer.kvferry["handed_over"] == len(prompt) or answer.kvferry["why"], answer
+    account = answer.kvferry  # a prompt of another test may have begun in the same way
+    assert account["handed_over"] + account["cached"] == len(prompt) or account["why"], answer
     assert p.stop(30.0) == 0
     assert _usable(fleet.routers["router"]) == {"d"}
     assert get(fleet.url, "/health")["status"] == "degraded"

@@ -19,9 +19,14 @@ from kvferry.sidechannel.client import SideChannelClient
 from kvferry.sidechannel.late_answer import LateAnswer
 from kvferry.wire.find import Find, Found, decode_find, decode_found, encode_find
 
-__all__ = ["Finder", "Questions"]
+__all__ = ["Finder", "MayAsk", "Questions"]
 
 logger = logging.getLogger(__name__)
+
+MayAsk = Callable[[EngineId, Incarnation], bool | None]
+"""Says whether a peer may ask: it was accepted. None: a handshake with it is under way. The peer may have accepted us
+from our own question, and ask before we have read its answer."""
+_NOT_ACCEPTED = "it has not accepted the engine that asks: shake hands first"
 
 
 class Finder:
@@ -94,11 +99,9 @@ class Questions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask(
-        self, body: bytes, incarnation: Incarnation, accepted: Callable[[EngineId, Incarnation], bool]
-    ) -> bytes | LateAnswer:
+    def ask(self, body: bytes, incarnation: Incarnation, may_ask: MayAsk) -> bytes | LateAnswer:
         """Answers a message that begins with find.MAGIC, or queues its question. Nothing that a peer sends makes it
-        raise. `incarnation` is ours; `accepted` says whether a peer may ask."""
+        raise. `incarnation` is ours."""
         try:
             find = decode_find(body)
         except MalformedMessage as error:
@@ -106,8 +109,8 @@ class Questions:
         reason = ""
         if find.to != incarnation:
             reason = "it has restarted: what it held is gone"
-        elif not accepted(EngineId(find.engine), Incarnation(find.incarnation)):
-            reason = "it has not accepted the engine that asks: shake hands first"
+        elif may_ask(EngineId(find.engine), Incarnation(find.incarnation)) is False:
+            reason = _NOT_ACCEPTED
         with self._lock:
             if not reason and self._num_open[find.engine] >= self._settings.max_questions:
                 reason = f"busy: {self._settings.max_questions} questions of this engine wait (fetch.max_questions)"
@@ -120,21 +123,32 @@ class Questions:
         self._on_question()
         return late
 
-    def take(self, max_bytes: int) -> Sequence[Question]:
+    def take(self, max_bytes: int, may_ask: MayAsk) -> Sequence[Question]:
         """Returns the questions that wait longest, each of them once: one, and more as long as they have at most
-        `max_bytes` of token ids together."""
+        `max_bytes` of token ids together. A question waits for as long as it is not known whether its peer may ask."""
         taken: list[_Waiting] = []
+        refused: list[_Waiting] = []
         with self._lock:
-            while self._waiting and (not taken or len(self._waiting[0].find.packed) <= max_bytes):
-                taken.append(self._waiting.popleft())
-                max_bytes -= len(taken[-1].find.packed)
+            waiting, self._waiting = self._waiting, deque()
+            for question in waiting:
+                allowed = may_ask(EngineId(question.find.engine), Incarnation(question.find.incarnation))
+                if allowed is False:
+                    refused.append(question)
+                elif allowed is None or (taken and len(question.find.packed) > max_bytes):
+                    self._waiting.append(question)
+                else:
+                    taken.append(question)
+                    max_bytes -= len(question.find.packed)
+        for question in refused:
+            question.answer(Found.nothing(question.find.transfer, _NOT_ACCEPTED))
         return taken
 
     def refuse_all(self, reason: str) -> None:
         """Answers every question that waits: nothing is found."""
-        while questions := self.take(0):
-            for question in questions:
-                question.answer(Found.nothing(question.find.transfer, reason))
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for question in waiting:
+            question.answer(Found.nothing(question.find.transfer, reason))
 
     def _closed(self, engine: str) -> None:
         with self._lock:

@@ -140,16 +140,20 @@ class Rendezvous:
 
     def take_questions(self, max_bytes: int) -> Sequence[Question]:
         """Return questions of other engines (PrefixBoard)."""
-        return self._questions.take(max_bytes)
+        if len(self._questions) and len(self._client):
+            self._exchange(self._started())  # the answer that accepts who asks may have come
+        return self._questions.take(max_bytes, self._may_ask)
 
     @property
     def num_questions(self) -> int:
         """The number of questions that wait (PrefixBoard)."""
         return len(self._questions)
 
-    def _may_ask(self, engine: EngineId, incarnation: Incarnation) -> bool:
+    def _may_ask(self, engine: EngineId, incarnation: Incarnation) -> bool | None:
         peer = self._started().peers.get(engine)
-        return peer.paired and peer.incarnation == incarnation and peer.protocol >= FIND
+        if peer.paired and peer.incarnation == incarnation and peer.protocol >= FIND:
+            return True
+        return None if peer.state is PeerState.ASKING else False
 
     def _started(self) -> Handshaker:
         assert self._handshaker is not None, "start() comes before any peer"
