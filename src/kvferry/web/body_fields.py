@@ -282,9 +282,13 @@ class Scanner:
         self._next = _At.AFTER
 
 
-async def read_fields(request: web.Request, room: BodyRoom) -> Fields:
+async def read_fields(request: web.Request, room: BodyRoom, *, pause_s: float = 0.0) -> Fields:
     """Reads the body of a request. Raises ApiError (400), Overloaded, or aiohttp's error for a body over the server's
-    limit. The fields must be released."""
+    limit. The fields must be released.
+
+    `pause_s`: how long the loop sleeps after each piece of a long body. An engine in the same process needs the
+    interpreter for each of its many small calls, and gets it late from a loop that is busy.
+    """
     limit, content = request.app._client_max_size, request.content  # aiohttp has no public name for the limit
     begin = b""
     while chunk := await content.readany():
@@ -292,7 +296,7 @@ async def read_fields(request: web.Request, room: BodyRoom) -> Fields:
         if len(begin) > limit:
             raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(begin))
         if len(begin) > SMALL_BYTES:
-            return await _scan(begin, content, limit, room)
+            return await _scan(begin, content, limit, room, pause_s)
     return fields_of(begin)
 
 
@@ -306,7 +310,7 @@ def fields_of(raw: bytes) -> Fields:
     return Fields(raw, {name: memoryview(value) for name, value in fields.items()}, {})
 
 
-async def _scan(chunk: bytes, content: StreamReader, limit: int, room: BodyRoom) -> Fields:
+async def _scan(chunk: bytes, content: StreamReader, limit: int, room: BodyRoom, pause_s: float) -> Fields:
     scanner, taken = Scanner(limit), 0
     try:
         while chunk:
@@ -316,7 +320,7 @@ async def _scan(chunk: bytes, content: StreamReader, limit: int, room: BodyRoom)
             taken += len(chunk)
             for start in range(0, len(chunk), PIECE_BYTES):
                 scanner.feed(chunk[start : start + PIECE_BYTES])
-                await asyncio.sleep(0)
+                await asyncio.sleep(pause_s)
             chunk = await content.readany()
         fields = scanner.end()
     except BaseException:

@@ -109,6 +109,24 @@ async def test_eight_large_bodies_at_once(tokenizer: Tokenizer) -> None:
     assert found == [(400, LONG)] * 8
 
 
+async def test_the_loop_sleeps_after_each_piece_of_a_long_body(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the pieces the engine's thread gets the interpreter: else streams stand while a body is read."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def record(delay: float) -> None:
+        pauses.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+    async with served(tokenizer) as url:
+        await answers(url, "completions", ids(1 << 20))
+    real = [pause for pause in pauses if pause == request_reader.PAUSE_S]
+    assert len(real) >= (1 << 20) // body_fields.PIECE_BYTES
+
+
 async def test_without_the_scanner_ids_hold_the_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_fields, "SMALL_BYTES", 1 << 30)
     async with served(tokenizer) as url:

@@ -32,7 +32,7 @@ from kvferry.web.body_fields import BODIES_HELD, BodyRoom, Counts, Fields, join_
 from kvferry.web.json_ids import PIECE_BYTES, id_lists
 from kvferry.web.off_loop import OffLoop
 
-__all__ = ["INLINE_BYTES", "MAX_FIELD_BYTES", "RequestReader"]
+__all__ = ["INLINE_BYTES", "MAX_FIELD_BYTES", "PAUSE_S", "RequestReader"]
 
 Result = TypeVar("Result")
 
@@ -40,6 +40,8 @@ INLINE_BYTES = 2048
 """A body up to this size is read on the event loop: tokenising takes 1 to 2 microseconds per byte."""
 MAX_FIELD_BYTES = 1 << 20
 """The most bytes of a field that is no part of the prompt; and what messages may have besides their characters."""
+PAUSE_S = 0.001
+"""A body of 30 MB then takes about a second, and steps of the engine take their time."""
 _BYTES_PER_CHAR = 12
 """The most bytes of JSON for one character: two escapes of 6 bytes, for one beyond U+FFFF."""
 
@@ -75,7 +77,7 @@ class RequestReader:
         """Returns the body and the prompts of a completion. Raises ApiError or another FerryError."""
         self.num_reading += 1
         try:
-            fields = await read_fields(request, self._room)
+            fields = await read_fields(request, self._room, pause_s=PAUSE_S)
             try:
                 remember_handoff(request, fields)
                 self._check_sizes(fields)
@@ -91,7 +93,7 @@ class RequestReader:
         """Returns the body of a chat completion, and the conversation as one prompt. Raises the same errors."""
         self.num_reading += 1
         try:
-            fields = await read_fields(request, self._room)
+            fields = await read_fields(request, self._room, pause_s=PAUSE_S)
             size = len(fields.raw)
             try:
                 remember_handoff(request, fields)
