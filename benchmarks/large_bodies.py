@@ -26,6 +26,7 @@ from kvferry.cli.support.environment import environment
 from kvferry.errors import FerryError
 from tests.harness.client import Stream, get, post
 from tests.harness.fleet import Fleet
+from tests.harness.until import until as wait_until
 
 __all__ = ["GAP_S", "HEALTH_S", "add_arguments", "measure", "run"]
 
@@ -67,8 +68,10 @@ class _Watched:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     health: list[tuple[float, float]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    latest_s: dict[int, float] = field(default_factory=dict)
+    """When each stream had its latest event."""
 
-    def stream(self, url: str) -> None:
+    def stream(self, url: str, index: int) -> None:
         """Streams one answer after another, until the end."""
         number = 0
         while not self.ending.is_set():
@@ -79,7 +82,7 @@ class _Watched:
                 now_s = time.perf_counter()
                 if last_s:
                     self.gaps.append((now_s, now_s - last_s))
-                last_s = now_s
+                last_s = self.latest_s[index] = now_s
                 if self.ending.is_set():
                     stream.hang_up()
                     return
@@ -116,7 +119,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         ThreadPoolExecutor(NUM_STREAMS + 1) as pool,
     ):
         watched = _Watched()
-        streams = [pool.submit(watched.stream, fleet.url) for _ in range(NUM_STREAMS)]
+        streams = [pool.submit(watched.stream, fleet.url, index) for index in range(NUM_STREAMS)]
         try:
             sent: dict[str, tuple[str, bytes] | None] = {"nothing": None, **bodies(args.percent)}
             for server, url in (("router", fleet.url), ("worker", fleet.workers["decode"].url)):
@@ -146,7 +149,13 @@ def _send(
         if answer.status not in (400, 503):
             raise FerryError(f"{len(body[1])} bytes were answered with {answer.status}, and 400 was expected")
     took_s = time.perf_counter() - began_s
-    threading.Event().wait(0.1)  # a gap that began meanwhile ends
+    ended_s = began_s + took_s
+
+    def gone_on() -> bool:  # a gap that began meanwhile is known when it has ended, however long it is
+        latest = watched.latest_s.values()
+        return bool(watched.broken) or (len(latest) == NUM_STREAMS and min(latest) > ended_s)
+
+    wait_until(gone_on, "every stream goes on", within_s=60.0)
     until.set()
     asking.result(60.0)
     return took_s, _longest(watched.health, began_s), _longest(watched.gaps, began_s)

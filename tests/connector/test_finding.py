@@ -16,7 +16,7 @@ from kvferry.layout.blocks import BlockTable, TokenRange
 from kvferry.settings import FetchSettings
 from kvferry.sidechannel.late_answer import LateAnswer
 from kvferry.wire.find import Find, Found, decode_found, encode_find
-from kvferry.wire.prompt_digest import Prompt
+from kvferry.wire.prompt_digest import Prompt, pack_tokens
 from tests.harness.sidechannels import listening, settings
 from tests.harness.until import until
 
@@ -25,7 +25,7 @@ ME = Incarnation("i2")
 
 def find(transfer: str = "t", **changes: Any) -> Find:
     fields: dict[str, Any] = {"to": ME, "engine": "p0", "incarnation": "i1", "transfer": transfer}
-    return Find(**{**fields, "packed": Find.pack(range(64)), **changes})
+    return Find(**{**fields, "packed": pack_tokens(range(64)), **changes})
 
 
 def accepted(engine: EngineId, incarnation: Incarnation) -> bool | None:
@@ -164,7 +164,7 @@ def test_a_step_answers_one_question_and_more_only_while_they_are_short() -> Non
     made, questions = holdings(FetchSettings(), holder := Holder())
     sizes = (MAX_STEP_BYTES // 2, MAX_STEP_BYTES, 100, 100, 2 * MAX_STEP_BYTES)  # in tokens: of 4 bytes each
     for number, size in enumerate(sizes):
-        questions.ask(encode_find(find(str(number), packed=Find.pack(range(size // 4)))), ME, accepted)
+        questions.ask(encode_find(find(str(number), packed=pack_tokens(range(size // 4)))), ME, accepted)
     answered = []
     while made.num_questions:
         before = len(holder.seen)

@@ -5,14 +5,13 @@ that have accepted each other, in protocol version FIND or later, ask or are ans
 is an ordinary one, under the transfer id of the question.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
 
 from kvferry.errors import MalformedMessage
 from kvferry.wire.handoff_messages import MAX_ID_CHARS, MAX_REASON_CHARS
-from kvferry.wire.prompt_digest import TOKEN_BYTES, pack_tokens, unpack_tokens
+from kvferry.wire.prompt_digest import TOKEN_BYTES
 
 __all__ = ["MAGIC", "MAX_FIND_TOKENS", "Find", "Found", "decode_find", "decode_found", "encode_find"]
 
@@ -40,16 +39,6 @@ class Find(msgspec.Struct, frozen=True, kw_only=True, tag="find", tag_field="typ
     salt: Annotated[str, msgspec.Meta(max_length=_MAX_SALT_CHARS)] = ""
     more_than: _Tokens = 0
     """The asker has as many itself: a grant of no more than these is of no use."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens, unpacked."""
-        return unpack_tokens(self.packed)
-
-    @staticmethod
-    def pack(token_ids: Sequence[int]) -> bytes:
-        """Returns tokens as they are sent."""
-        return pack_tokens(token_ids)
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True, tag="found", tag_field="type"):

@@ -31,7 +31,6 @@ __all__ = [
     "Prompt",
     "StatedPrompt",
     "pack_tokens",
-    "unpack_tokens",
 ]
 
 UNIT_TOKENS = 64
@@ -186,8 +185,3 @@ def _unit_for(num_tokens: int) -> int:
     while num_tokens // unit > MAX_LINKS and unit < _MAX_UNIT:
         unit *= 2
     return unit
-
-
-def unpack_tokens(packed: bytes) -> Sequence[int]:
-    """Returns the token ids that `pack_tokens` packed."""
-    return struct.unpack(f"<{len(packed) // TOKEN_BYTES}i", packed)

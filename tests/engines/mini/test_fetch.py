@@ -24,6 +24,7 @@ from kvferry.settings import (
 )
 from kvferry.stats import PromptAccount
 from kvferry.wire.params import HandoffParams, Source
+from tests.e2e.matrix import FAMILIES
 from tests.engines.mini.conftest import ask, prompt_of, tokens_of
 from tests.harness.tiny_model import make_tiny_model
 from tests.harness.until import until
@@ -31,45 +32,8 @@ from tests.harness.until import until
 pytestmark = pytest.mark.engine
 
 MODES = pytest.mark.parametrize("mode", list(TransferMode))
-FAMILIES: dict[str, dict[str, Any]] = {
-    "full": {"num_hidden_layers": 2},
-    "window": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 20,
-        "query_pre_attn_scalar": 16,
-    },
-    "mla": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_hidden_layers": 2,
-        "kv_lora_rank": 24,
-        "q_lora_rank": None,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-    },
-    "state": {
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 2,
-        "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 160,
-        "num_local_experts": 0,
-        "mamba_n_heads": 6,
-        "mamba_expand": 2,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-    },
-}
+KINDS = ("llama", "gemma3", "mla", "mamba")
+"""Families with full attention, with windows, with MLA, and with recurrent states."""
 
 MakeWorker = Callable[..., Worker]
 
@@ -78,7 +42,7 @@ MakeWorker = Callable[..., Worker]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The directory of a tiny model of each family."""
     place = tmp_path_factory.mktemp("fetch")
-    return {name: make_tiny_model(place / name, **changes) for name, changes in FAMILIES.items()}
+    return {name: make_tiny_model(place / name, **FAMILIES[name]) for name in KINDS}
 
 
 @pytest.fixture
@@ -87,7 +51,7 @@ def make_worker(models: dict[str, Path]) -> Iterator[MakeWorker]:
     workers: list[Worker] = []
 
     def make(
-        family: str = "full",
+        family: str = "llama",
         mode: TransferMode = TransferMode.PULL,
         role: Role = Role.BOTH,
         fetch: FetchSettings | None = None,
@@ -149,7 +113,7 @@ def from_(*workers: Worker, **changes: Any) -> HandoffParams:
 
 @MODES
 @pytest.mark.parametrize("roles", [("decode", "prefill"), ("prefill", "prefill"), ("decode", "decode")])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KINDS)
 def test_a_prefix_is_fetched_and_changes_no_token(
     make_worker: MakeWorker, family: str, roles: tuple[str, str], mode: TransferMode
 ) -> None:

@@ -12,14 +12,13 @@ import json
 import os
 import random
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import aiohttp
 
+from kvferry.cli.bench.streams import show_progress, stream_completion
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.supervisor import Child, ChildSpec, Supervisor
 from kvferry.errors import ConfigError, FerryError
@@ -34,7 +33,6 @@ QUICK_ARGS = ("--prompts", "512", "--repeats", "2", "--mib", "256")
 _ANSWER_TOKENS = 2
 _FIRST_ID, _LAST_ID = 100, 250
 """Ordinary tokens of every vocabulary that we know; their meaning does not matter."""
-_REQUEST_S = 600.0
 _WAYS = {"plain": ("--progress", "off", "--first-token", "off"), "whole": ()}
 
 
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     rates: dict[TransferMode, Rates] = {}
     engine = load_engine(args.model, args.threads)
     for mode in map(TransferMode, args.modes):
-        _show_progress(f"rates of {mode}, {args.mib} MiB")
+        show_progress(f"rates of {mode}, {args.mib} MiB")
         one_long[mode] = measure_one_long(mode, num_bytes, args.repeats)
         rates[mode] = measure_rates(mode, num_bytes, engine, args.repeats)
     engine.close()
@@ -129,7 +127,7 @@ def _show(
 
 async def _times(args: argparse.Namespace, mode: TransferMode) -> dict[int, Ttft]:
     async with Supervisor(lambda _name, _line: None) as supervisor, aiohttp.ClientSession() as session:
-        _show_progress(f"starting one engine alone, and prefill + decode twice, mode={mode}")
+        show_progress(f"starting one engine alone, and prefill + decode twice, mode={mode}")
         urls = await _start(supervisor, args, mode)
         dice = random.Random(7)
         for url in urls.values():  # to warm up models, handshakes and connections
@@ -143,7 +141,7 @@ async def _times(args: argparse.Namespace, mode: TransferMode) -> dict[int, Ttft
                     seconds[name].append(await _first_token_s(session, url, _prompt(dice, num_tokens)))
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             times[num_tokens] = Ttft(medians["alone"], medians["whole"], medians["plain"])
-            _show_progress(
+            show_progress(
                 f"{mode}, {num_tokens} tokens: " + " ".join(f"{k}={v * 1e3:.0f} ms" for k, v in medians.items())
             )
         return times
@@ -176,27 +174,8 @@ def _prompt(dice: random.Random, num_tokens: int) -> list[int]:
 
 async def _first_token_s(session: aiohttp.ClientSession, url: str, prompt: Sequence[int]) -> float:
     """Returns the seconds from a request to its first token. Raises FerryError if the prompt was not handed over."""
-    body = {"prompt": list(prompt), "max_tokens": _ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-            "return_token_ids": True}  # fmt: skip
-    begun_s, first_s, last = time.perf_counter(), 0.0, b""
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-    async with session.post(f"{url}/v1/completions", json=body, timeout=timeout) as response:
-        if response.status != 200:
-            raise FerryError(f"{url} answered {response.status}: {(await response.text())[:300]}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise FerryError(f"{url} ended its answer with {event['error']}")
-            if not first_s and event["choices"][0]["token_ids"]:
-                first_s = time.perf_counter() - begun_s
-            last = line
-    served = json.loads(last[6:])["kvferry"]
+    answer = await stream_completion(session, url, prompt, _ANSWER_TOKENS)
+    served = answer.served
     if served["mode"] is not None and served["handed_over"] < len(prompt) - 1:
         raise FerryError(f"a prompt of {len(prompt)} tokens was not handed over, so this measures nothing: {served}")
-    return first_s
-
-
-def _show_progress(text: str) -> None:
-    print(f"  {text} (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
+    return answer.first_s

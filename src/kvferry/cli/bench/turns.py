@@ -12,8 +12,6 @@ import json
 import os
 import random
 import statistics
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,9 +20,10 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvferry.cli.bench.streams import show_progress, stream_completion
 from kvferry.cli.main import ExitCode
 from kvferry.cli.support.supervisor import Child, ChildSpec, Supervisor
-from kvferry.errors import ConfigError, FerryError
+from kvferry.errors import ConfigError
 from kvferry.settings import TransferMode
 
 __all__ = ["QUICK_ARGS", "add_arguments", "run"]
@@ -43,7 +42,6 @@ QUICK_ARGS = (
 )
 _FIRST_ID, _LAST_ID = 100, 250
 """Ordinary tokens of every vocabulary that we know; their meaning does not matter."""
-_REQUEST_S = 900.0
 _START_S = 300.0
 _ALONE, _WITH, _WITHOUT = "alone", "with", "without"
 
@@ -114,7 +112,7 @@ def _sizes(fleet: str) -> tuple[int, int]:
 
 async def _measure(args: argparse.Namespace, mode: TransferMode) -> None:
     async with Supervisor(lambda _name, _line: None) as supervisor, aiohttp.ClientSession() as session:
-        _show_progress(f"starting one engine alone, and twice {args.fleet} workers, mode={mode}")
+        show_progress(f"starting one engine alone, and twice {args.fleet} workers, mode={mode}")
         ways = await _start(supervisor, args, mode)
         dice = random.Random(args.seed)
         for way in ways.values():  # to warm up models, handshakes and connections
@@ -133,7 +131,7 @@ async def _measure(args: argparse.Namespace, mode: TransferMode) -> None:
                 lengths[turn] = len(said)
                 said = [*said, *answers[_ALONE].tokens]
                 times = " ".join(f"{name}={answers[name].first_s * 1e3:.0f} ms" for name in ways)
-                _show_progress(f"{mode}, conversation {number + 1}, turn {turn + 1}, {lengths[turn]} tokens: {times}")
+                show_progress(f"{mode}, conversation {number + 1}, turn {turn + 1}, {lengths[turn]} tokens: {times}")
         for turn, answers_of in enumerate(rows):
             _show(args, mode, turn + 1, lengths[turn], answers_of)
 
@@ -198,31 +196,13 @@ async def _start(supervisor: Supervisor, args: argparse.Namespace, mode: Transfe
 
 
 async def _ask(session: aiohttp.ClientSession, way: _Way, prompt: Sequence[int], num_tokens: int) -> _Answer:
-    """Asks once. Raises FerryError if there is no whole answer."""
-    body = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-            "return_token_ids": True}  # fmt: skip
+    """Asks once, and reads what the prefill workers have counted for it. Raises FerryError if there is no whole
+    answer."""
     before = await _counts(session, way.prefill_urls)
-    begun_s, first_s = time.perf_counter(), 0.0
-    tokens: list[int] = []
-    served: dict[str, Any] = {}
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
-    async with session.post(f"{way.url}/v1/completions", json=body, timeout=timeout) as response:
-        if response.status != 200:
-            raise FerryError(f"{way.url} answered {response.status}: {(await response.text())[:300]}")
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise FerryError(f"{way.url} ended its answer with {event['error']}")
-            if event["choices"]:
-                tokens += event["choices"][0].get("token_ids") or []
-            if tokens and not first_s:
-                first_s = time.perf_counter() - begun_s
-            served = event.get("kvferry") or served
+    answer = await stream_completion(session, way.url, prompt, num_tokens)
     by_prefill = await _counts(session, way.prefill_urls)
     by_prefill.subtract(before)
-    return _Answer(first_s, tokens, served, by_prefill)
+    return _Answer(answer.first_s, answer.tokens, answer.served, by_prefill)
 
 
 async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Counter[str]:
@@ -236,7 +216,3 @@ async def _counts(session: aiohttp.ClientSession, urls: Sequence[str]) -> Counte
                 if sample.name == "kvferry_prompt_tokens_total":
                     counts[sample.labels["source"]] += int(sample.value)
     return counts
-
-
-def _show_progress(text: str) -> None:
-    print(f"  {text} (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
